@@ -1,0 +1,36 @@
+# make train: trains on this machine. make test: lint, types, tests. Both install what they need.
+
+PYTHON ?= python3
+# A machine with an NVIDIA driver gets JAX for it.
+EXTRA ?= $(if $(shell command -v nvidia-smi 2>/dev/null),[cuda12],)
+
+BIN := .venv/bin
+ARGS ?=
+
+.PHONY: train test lint types clean
+
+train: .venv/.train
+	$(BIN)/python -m experiments.train --remat=dots $(ARGS)
+
+test: lint types
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+lint: .venv/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/.test
+	$(BIN)/basedpyright
+
+# Stamps: installed once, and again when pyproject.toml changes.
+.venv/.train: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".$(EXTRA)"
+	touch $@
+
+.venv/.test: .venv/.train
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[test]"
+	touch $@
+
+clean:
+	rm -rf .venv

@@ -1,0 +1,121 @@
+"""Flags ↔ configuration, shared by the programs of this folder."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import sys
+from typing import NoReturn, get_type_hints
+
+import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
+
+from tpjax.config import ConfigError, MeshConfig, ModelConfig, TrainConfig, nearest
+from tpjax.presets import preset, preset_names, preset_run
+
+# A flag that is on, off or left as the model has it is one word of these for tyro.
+_THREE_WAY = {
+    "--tie-embeddings": ["--tie-embeddings", "True"],
+    "--no-tie-embeddings": ["--tie-embeddings", "False"],
+}
+
+
+def parse_run(description: str, argv: list[str] | None = None) -> TrainConfig:
+    """The run that the command line asks for; its defaults are those of `--model`.
+
+    Ends the process with status 2 and one clear line where a flag is wrong.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    messages = io.StringIO()
+    try:
+        _check_names(argv)
+        words = [word for arg in argv for word in _THREE_WAY.get(arg, [arg])]
+        with contextlib.redirect_stderr(messages):
+            return tyro.cli(
+                TrainConfig,
+                args=words,
+                default=preset_run(_model_name(argv)),
+                description=description,
+                config=(tyro.conf.OmitArgPrefixes,),
+                registry=_registry(),
+            )
+    except ConfigError as error:
+        fail(str(error))
+    except SystemExit as stop:
+        if stop.code:
+            fail(_first_message(messages.getvalue()))
+        raise
+
+
+def fail(message: str) -> NoReturn:
+    """Ends the process with status 2 and the line."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _model_name(argv: list[str]) -> str:
+    """The value of `--model`, needed first: it decides the defaults of the others."""
+    for arg, following in zip(argv, [*argv[1:], ""], strict=True):
+        if arg == "--model":
+            return following
+        if arg.startswith("--model="):
+            return arg.removeprefix("--model=")
+    return "nano"
+
+
+def _flag_names(config: type) -> list[str]:
+    names = []
+    for field in dataclasses.fields(config):
+        hint = get_type_hints(config)[field.name]
+        flag = field.name.replace("_", "-")
+        if dataclasses.is_dataclass(hint) and hint not in (ModelConfig, MeshConfig):
+            names += _flag_names(hint)  # type: ignore[arg-type]
+        else:
+            names += [f"--{flag}"] + ([f"--no-{flag}"] if "bool" in str(hint) else [])
+    return names
+
+
+def _check_names(argv: list[str]) -> None:
+    known = ["--help", *_flag_names(TrainConfig)]
+    for arg in argv:
+        name = arg.partition("=")[0].replace("_", "-")
+        if arg.startswith("--") and name not in known:
+            raise ConfigError(f"there is no flag {name}.{nearest(name, known)}")
+
+
+def _first_message(boxes: str) -> str:
+    """What a box of tyro's says, without its frame and its pointers to --help."""
+    lines = [line.strip("│╭╰─╮╯ ") for line in boxes.splitlines()[1:]]
+    return " ".join(lines[: lines.index("")] if "" in lines else lines)
+
+
+def _registry() -> ConstructorRegistry:
+    """A model is named by its preset, a mesh written as axis=size pairs."""
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def model(info):
+        if info.type is not ModelConfig:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="{" + ",".join(preset_names()) + "}",
+            instance_from_str=lambda args: preset(args[0]),
+            is_instance=lambda value: isinstance(value, ModelConfig),
+            str_from_instance=lambda value: [value.name],
+        )
+
+    @registry.primitive_rule
+    def mesh(info):
+        if info.type != (MeshConfig | None):
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="AXIS=N[,AXIS=N]",
+            instance_from_str=lambda args: MeshConfig.parse(args[0]),
+            is_instance=lambda value: value is None or isinstance(value, MeshConfig),
+            str_from_instance=lambda value: ["auto" if value is None else str(value)],
+        )
+
+    return registry

@@ -1,0 +1,55 @@
+"""Trains a transformer on real text: `python -m experiments.train --remat=dots`."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from experiments.flags import fail, parse_run
+from tpjax.config import ConfigError
+from tpjax.loop import Result, train
+from tpjax.memory.report import gib
+
+
+def main() -> None:
+    config = parse_run(__doc__ or "")
+    try:
+        result = train(config)
+    except ConfigError as error:
+        fail(str(error))
+    Console().print(summary(result))
+
+
+def summary(result: Result) -> Table:
+    """What a run came to, for a person."""
+    config, memory = result.config, result.memory
+    table = Table(show_header=False, title="summary", title_justify="left")
+    rows = {
+        "model": f"{config.model.name}, {config.model.num_parameters:,} parameters",
+        "devices": f"{config.devices} × {result.platform}, mesh {config.mesh}",
+        "parameters": f"{gib(memory.parameters_bytes)} per device ({config.memory.params})",
+        "moments": f"{gib(memory.moments_bytes)} per device ({config.memory.moments})",
+        "compiled peak": f"{gib(memory.compiled_peak_bytes)} per device "
+        f"(remat {config.memory.remat})",
+        "live peak": f"not available, because {memory.live_peak_reason}"
+        if memory.live_peak_bytes is None
+        else f"{gib(memory.live_peak_bytes)} per device",
+        "compilation": f"{result.compile_seconds:.1f} s",
+    }
+    if result.out is not None:
+        rows |= {
+            "speed": f"{result.tokens_per_s:,.0f} tokens/s",
+            "final loss": f"{result.train_loss:.3f} on the last batch, "
+            f"{result.eval_loss:.3f} on held-out text",
+            "sample": f"{result.prompt!r} → {result.sample!r}",
+            "written to": str(result.out),
+        }
+    else:
+        rows["dry run"] = "all checks passed; nothing was trained"
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""Text → tokens → batches that can be made again from their number alone.
+
+Documents are put end to end with an end-of-text token after each (packing) and
+cut into windows of T tokens. Letters: B batch, T sequence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from tpjax.config import ConfigError, DataConfig, TrainConfig
+from tpjax.sharding import activation_spec
+from tpjax.state import Batch
+
+SUFFIXES = (".txt", ".py", ".md", ".jsonl", ".parquet")
+VALIDATION_SHARE = 10  # the last tenth of the text is held out …
+MAX_VALIDATION_TOKENS = 131_072  # … or this much of it, so that evaluation stays quick
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>")
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back; `end_of_text` is None where there is none."""
+
+    vocab_size: int
+    end_of_text: int | None
+
+    def encode(self, text: str) -> np.ndarray: ...
+
+    def decode(self, tokens: list[int]) -> str: ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes, and 256 for the end of a text."""
+
+    vocab_size: int = 257
+    end_of_text: int | None = 256
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8)
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(t for t in tokens if t < 256).decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """A Hugging Face tokenizer.json."""
+
+    def __init__(self, path: str):
+        from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+        try:
+            self._tokenizer = HuggingFaceTokenizer.from_file(path)
+        except Exception as error:  # the library raises bare Exceptions
+            raise ConfigError(f"tokenizer {path} cannot be read: {error}") from error
+        self.vocab_size = self._tokenizer.get_vocab_size()
+        found = (self._tokenizer.token_to_id(name) for name in _END_OF_TEXT)
+        self.end_of_text = next((token for token in found if token is not None), None)
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
+
+    def decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens)
+
+
+def load_tokenizer(config: TrainConfig) -> Tokenizer:
+    """The run's tokenizer.
+
+    Raises:
+        ConfigError: it cannot be read, or has more tokens than the model.
+    """
+    name = config.data.tokenizer
+    tokenizer = ByteTokenizer() if name == "bytes" else FileTokenizer(name)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"tokenizer {name} has {tokenizer.vocab_size} tokens, but {config.model.name} only "
+            f"{config.model.vocab_size}; use a model with a larger vocabulary."
+        )
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Token ids to train on and, from the end of the text, to validate on."""
+
+    train: np.ndarray
+    validation: np.ndarray
+
+
+def load_corpus(config: TrainConfig, tokenizer: Tokenizer) -> Corpus:
+    """All documents of the corpus as tokens, split.
+
+    Raises:
+        ConfigError: a file is missing, unreadable or not UTF-8, or there is too
+            little text for one sequence.
+    """
+    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+    end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
+    pieces = []
+    for document in _documents(config.data):
+        pieces += [tokenizer.encode(document).astype(dtype), np.array(end, dtype)]
+    tokens = np.concatenate(pieces) if pieces else np.zeros(0, dtype)
+    held_out = min(len(tokens) // VALIDATION_SHARE, MAX_VALIDATION_TOKENS)
+    corpus = Corpus(tokens[: len(tokens) - held_out], tokens[len(tokens) - held_out :])
+    needed = config.data.seq_len + 1
+    if len(corpus.train) < needed or len(corpus.validation) < 2:
+        raise ConfigError(
+            f"corpus {' '.join(config.data.corpus)} has {len(tokens)} tokens; seq_len="
+            f"{config.data.seq_len} needs {max(needed * 10 // 9 + 1, 20)} or more: add text or "
+            "shorten --seq-len."
+        )
+    return corpus
+
+
+def _documents(data: DataConfig) -> Iterator[str]:
+    for name in data.corpus:
+        path = Path(sysconfig.get_path("stdlib") if name == "stdlib" else name)
+        if not path.exists():
+            raise ConfigError(f"corpus {name} does not exist.")
+        if path.is_file():
+            yield from _read(path)
+            continue
+        files = _library_files(path) if name == "stdlib" else _files(path)
+        if not files:
+            raise ConfigError(f"corpus {name} holds no {', '.join(SUFFIXES)} file.")
+        for file in files:
+            yield from _read(file)
+
+
+def _files(folder: Path) -> list[Path]:
+    """The folder's text files, in an order that mixes its parts and never changes."""
+    inside = folder.resolve()
+    files = [
+        path
+        for path in folder.rglob("*")
+        if path.suffix in SUFFIXES and path.is_file() and path.resolve().is_relative_to(inside)
+    ]
+    return sorted(
+        files, key=lambda p: hashlib.sha256(p.relative_to(folder).as_posix().encode()).digest()
+    )
+
+
+def _library_files(folder: Path) -> list[Path]:
+    def wanted(path: Path) -> bool:
+        return path.suffix == ".py" and not _NOT_LIBRARY & set(path.relative_to(folder).parts)
+
+    return [path for path in _files(folder) if wanted(path)]
+
+
+def _read(path: Path) -> Iterator[str]:
+    """The documents of one file."""
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"corpus {path} is none of {', '.join(SUFFIXES)}.")
+    try:
+        if path.suffix == ".parquet":
+            yield from _read_parquet(path)
+        elif path.suffix == ".jsonl":
+            with path.open(encoding="utf-8") as lines:
+                yield from (
+                    _json_text(path, i, line) for i, line in enumerate(lines, 1) if line.strip()
+                )
+        elif text := path.read_text(encoding="utf-8"):
+            yield text
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"corpus {path} is not UTF-8 text (byte {error.start}); convert it first."
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"corpus {path} cannot be read: {error.strerror or error}.") from error
+
+
+def _json_text(path: Path, number: int, line: str) -> str:
+    try:
+        text = json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        raise ConfigError(f'corpus {path} line {number} is not a JSON object with a "text" string.')
+    return text
+
+
+def _read_parquet(path: Path) -> Iterator[str]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        if "text" not in file.schema_arrow.names:
+            raise ConfigError(f'corpus {path} has no "text" column.')
+        for rows in file.iter_batches(columns=["text"]):
+            yield from (str(text) for text in rows.column(0).to_pylist() if text)
+    except pyarrow.ArrowException as error:
+        raise ConfigError(f"corpus {path} is not a Parquet file: {error}.") from error
+
+
+@dataclass(frozen=True)
+class TrainBatches:
+    """Batch number → rows. Every epoch visits all windows in a new order and starts
+    them at a new offset, both a function of the seed and the epoch."""
+
+    tokens: np.ndarray
+    batch_size: int
+    seq_len: int
+    seed: int
+
+    def rows(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """tokens_BT, targets_BT, valid_BT of batch `number` (0, 1, …)."""
+        T = self.seq_len
+        windows = max((len(self.tokens) - 1) // T - 1, 1)
+        starts = []
+        for row in range(number * self.batch_size, (number + 1) * self.batch_size):
+            epoch, place = divmod(row, windows)
+            offset, order = _epoch(self.seed, epoch, windows, T, len(self.tokens))
+            starts.append(offset + int(order[place]) * T)
+        window = self.tokens[np.array(starts)[:, None] + np.arange(T + 1)].astype(np.int32)
+        return window[:, :-1], window[:, 1:], np.ones((self.batch_size, T), bool)
+
+
+@lru_cache(maxsize=2)  # a batch touches at most two epochs, unless the corpus is tiny
+def _epoch(seed: int, epoch: int, windows: int, T: int, length: int) -> tuple[int, np.ndarray]:
+    rng = np.random.default_rng([seed, epoch])
+    offset = int(rng.integers(min(T, length - windows * T)))
+    return offset, rng.permutation(windows)
+
+
+@dataclass(frozen=True)
+class EvalBatches:
+    """All held-out tokens once, in order; what is missing of the last batch is not valid."""
+
+    tokens: np.ndarray
+    batch_size: int
+    seq_len: int
+
+    def __len__(self) -> int:
+        return -(-(len(self.tokens) - 1) // (self.seq_len * self.batch_size))
+
+    def rows(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """tokens_BT, targets_BT, valid_BT of batch `number`, below `len`."""
+        size = self.batch_size * self.seq_len
+        piece = self.tokens[number * size : (number + 1) * size + 1].astype(np.int32)
+        count = len(piece) - 1
+        tokens, targets, valid = np.zeros(size, np.int32), np.zeros(size, np.int32), np.arange(size)
+        tokens[:count], targets[:count] = piece[:-1], piece[1:]
+        shape = (self.batch_size, self.seq_len)
+        return tokens.reshape(shape), targets.reshape(shape), (valid < count).reshape(shape)
+
+
+def place(rows: tuple[np.ndarray, np.ndarray, np.ndarray], mesh: Mesh) -> Batch:
+    """The rows on the mesh; a process hands over only what its devices hold."""
+    sharding = NamedSharding(mesh, activation_spec("BT"))
+
+    def put(array: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    return Batch(*map(put, rows))

@@ -1,0 +1,227 @@
+"""What blocks are made of: weights, norms, rotary positions, the embedding.
+
+Letters: B batch, T sequence, D model width, N query heads, K key/value heads,
+H head width, F feed-forward width, V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.sharding import reshard
+
+from tpjax.config import MemoryConfig, ModelConfig, RopeConfig
+from tpjax.mesh import TENSOR
+from tpjax.precision import DTYPES
+from tpjax.sharding import activation_spec, residual_spec, weight_spec
+
+INIT_STD = 0.02  # GPT-2's, for every matrix
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter: its dimensions by letter, how it starts, whether it decays."""
+
+    letters: str
+    init: str = "normal"  # normal | residual (normal / √2L) | ones | zeros
+    decays: bool = True
+
+
+_GAIN, _SHIFT = Row("D", "ones", decays=False), Row("D", "zeros", decays=False)
+
+
+def _bias(letters: str) -> Row:
+    return Row(letters, "zeros", decays=False)
+
+
+PARAMETERS = {
+    "embedding": Row("VD"),
+    "positions": Row("TD"),
+    "head": Row("VD"),
+    "gain": _GAIN,
+    "shift": _SHIFT,
+    "q": Row("DNH"),
+    "k": Row("DKH"),
+    "v": Row("DKH"),
+    "o": Row("NHD", "residual"),
+    "q_bias": _bias("NH"),
+    "k_bias": _bias("KH"),
+    "v_bias": _bias("KH"),
+    "o_bias": _bias("D"),
+    "q_gain": Row("H", "ones", decays=False),
+    "k_gain": Row("H", "ones", decays=False),
+    "gate": Row("DF"),
+    "up": Row("DF"),
+    "down": Row("FD", "residual"),
+    "gate_bias": _bias("F"),
+    "up_bias": _bias("F"),
+    "down_bias": _bias("D"),
+}
+
+
+def make_weight(model: ModelConfig, memory: MemoryConfig, rngs: nnx.Rngs, name: str) -> nnx.Param:
+    """The parameter `name` of the table, made in its shards: no device draws the rest.
+
+    The draws depend on the key and the position in the whole array, so every
+    mesh starts from the same bits; rows that pad the vocabulary change none.
+    """
+    row = PARAMETERS[name]
+    shape = tuple(model.sizes[letter] for letter in row.letters)
+    spec, dtype = weight_spec(row.letters), DTYPES[memory.params]
+    if row.init in ("ones", "zeros"):
+        value = jnp.full(shape, row.init == "ones", dtype, out_sharding=spec)
+    else:
+        std = INIT_STD / (math.sqrt(2 * model.num_layers) if row.init == "residual" else 1)
+        draw = jax.random.normal(rngs.params(), shape, jnp.float32, out_sharding=spec)
+        value = (std * draw).astype(dtype)
+    return nnx.Param(value, name=name)
+
+
+def read(weight: nnx.Param, dtype, *, gathered: bool = True) -> Array:
+    """A weight as the mathematics uses it: in the compute dtype, then gathered over fsdp.
+
+    Every weight is read here, so that what travels is the smaller dtype and
+    storage can change without a second model.
+    """
+    letters = PARAMETERS[weight.get_metadata()["name"]].letters
+    return reshard(weight[...].astype(dtype), weight_spec(letters, gathered=gathered))
+
+
+class Norm(nnx.Module):
+    """RMSNorm (arXiv:1910.07467) or LayerNorm over D, computed in float32."""
+
+    def __init__(self, model: ModelConfig, memory: MemoryConfig, rngs: nnx.Rngs):
+        self.centred, self.eps = model.norm == "layernorm", model.norm_eps
+        make = partial(make_weight, model, memory, rngs)
+        self.gain = make("gain")
+        shifted = self.centred and model.bias
+        self.shift = make("shift") if shifted else None
+
+    def __call__(self, x_BTD: Array) -> Array:
+        x = x_BTD.astype(jnp.float32)
+        if self.centred:
+            x -= x.mean(-1, keepdims=True)
+        x = rms_norm(x, read(self.gain, jnp.float32), self.eps)
+        if self.shift is not None:
+            x += read(self.shift, jnp.float32)
+        return x.astype(x_BTD.dtype)
+
+
+def rms_norm(x: Array, gain: Array, eps: float) -> Array:
+    """x / √(mean x² + eps) · gain over the last dimension, in float32."""
+    x32 = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + eps)
+    return (x32 * scale * gain).astype(x.dtype)
+
+
+def rope_frequencies(rope: RopeConfig, H: int, T: int) -> tuple[np.ndarray, float]:
+    """Angle per position for each of the H/2 pairs, and the scale of cos and sin.
+
+    Follows Hugging Face's definitions of each `rope_type`, so that imported
+    models keep their meaning. `T`, the sequence length, matters to `dynamic`.
+    """
+    theta = rope.theta
+    if rope.kind == "dynamic" and rope.original_max_seq_len < T:
+        stretch = rope.factor * T / rope.original_max_seq_len - (rope.factor - 1)
+        theta *= stretch ** (H / (H - 2))
+    frequency = 1.0 / theta ** (np.arange(0, H, 2) / H)
+    if rope.kind == "linear":
+        frequency = frequency / rope.factor
+    elif rope.kind == "llama3":
+        turns = rope.original_max_seq_len * frequency / (2 * math.pi)
+        keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        frequency = _blend(frequency, rope.factor, keep)
+    elif rope.kind == "yarn":
+
+        def pair_of(turns: float) -> float:  # the pair that turns this often while trained
+            ratio = rope.original_max_seq_len / (turns * 2 * math.pi)
+            return H * math.log(ratio) / (2 * math.log(theta))
+
+        low = max(math.floor(pair_of(rope.beta_fast)), 0)
+        high = min(math.ceil(pair_of(rope.beta_slow)), H - 1)
+        keep = 1 - (np.arange(H // 2) - low) / max(high - low, 0.001)
+        scale = rope.attention_factor or (
+            0.1 * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0
+        )
+        return _blend(frequency, rope.factor, keep), scale
+    return frequency, 1.0
+
+
+def _blend(frequency: np.ndarray, factor: float, keep: np.ndarray) -> np.ndarray:
+    keep = np.clip(keep, 0, 1)
+    return frequency * keep + frequency / factor * (1 - keep)
+
+
+def rope_tables(rope: RopeConfig, H: int, T: int) -> tuple[Array, Array]:
+    """cos and sin, [T, H/2] in float32."""
+    frequency, scale = rope_frequencies(rope, H, T)
+    angle = jnp.arange(T, dtype=jnp.float32)[:, None] * jnp.asarray(frequency, jnp.float32)
+    return jnp.cos(angle) * scale, jnp.sin(angle) * scale
+
+
+def rotate(x_BTNH: Array, tables: tuple[Array, Array]) -> Array:
+    """Rotates the pairs (x_i, x_{i+H/2}) by their position's angles (arXiv:2104.09864)."""
+    cos, sin = (table[:, None, :] for table in tables)
+    x, y = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([x * cos - y * sin, y * cos + x * sin], -1).astype(x_BTNH.dtype)
+
+
+def embed(table_VD: Array, tokens_BT: Array, sequence_parallel: bool) -> Array:
+    """Vocabulary-parallel lookup: each device looks up the rows it has, and a
+    (reduce-)sum over the tensor axis puts them together. Returns x_BTD.
+
+    `table_VD` comes as it is stored and is gathered over fsdp here. Only one
+    device adds something other than zero, so the sum is exact in any dtype.
+    """
+
+    @partial(
+        jax.shard_map,
+        in_specs=(weight_spec("VD"), activation_spec("BT")),
+        out_specs=residual_spec(sequence_parallel),
+    )
+    def lookup(table_vd: Array, tokens_bT: Array) -> Array:
+        table_vD = gather_fsdp(table_vd, axis=1)
+        rows = table_vD.shape[0]
+        row_bT = tokens_bT - jax.lax.axis_index(TENSOR) * rows
+        row_bT = jnp.where((row_bT >= 0) & (row_bT < rows), row_bT, rows)
+        x = _take_rows(table_vD, row_bT, rows)
+        if sequence_parallel:
+            return jax.lax.psum_scatter(x, TENSOR, scatter_dimension=1, tiled=True)
+        return jax.lax.psum(x, TENSOR)
+
+    return lookup(table_VD, reshard(tokens_BT, activation_spec("BT")))
+
+
+def gather_fsdp(weight: Array, axis: int) -> Array:
+    """Inside a shard_map: a weight's fsdp shards put together along `axis`, for use
+    with a device's own part of the batch. Its gradient is summed over `data` and
+    reduce-scattered over `fsdp`."""
+    weight = jax.lax.pcast(weight, "data", to="varying")
+    return jax.lax.all_gather(weight, "fsdp", axis=axis, tiled=True)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _take_rows(table_vD: Array, row_bT: Array, rows: int) -> Array:
+    """table_vD[row_bT], zero where the row is `rows`."""
+    return table_vD.at[row_bT].get(mode="fill", fill_value=0)
+
+
+def _take_rows_backward(rows: int, row_bT: Array, g_bTD: Array) -> tuple[Array, None]:
+    """Adds up many tokens, so in float32; not before the gradient is there (XLA
+    would make the zeros to add to at the start of the step and keep them)."""
+    zero, g_bTD = jax.lax.optimization_barrier((jnp.float32(0), g_bTD))
+    total = jnp.broadcast_to(zero, (rows, g_bTD.shape[-1]))
+    return total.at[row_bT].add(g_bTD.astype(jnp.float32), mode="drop").astype(g_bTD.dtype), None
+
+
+_take_rows.defvjp(
+    lambda table_vD, row_bT, rows: (_take_rows(table_vD, row_bT, rows), row_bT),
+    _take_rows_backward,
+)

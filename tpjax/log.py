@@ -1,0 +1,76 @@
+"""Where a run's figures go: metrics.jsonl, TensorBoard events, the screen."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from tensorboardX import SummaryWriter
+
+from tpjax.memory.live import LivePeak
+from tpjax.memory.report import gib
+
+LINES_PER_RUN = 10  # progress lines kept on the screen, beside the moving bar
+
+
+class RunLog:
+    """A context that takes each step's and each evaluation's figures as they come."""
+
+    def __init__(self, folder: Path, steps: int):
+        self._file = (folder / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
+        self._events = SummaryWriter(str(folder))
+        self._steps = steps
+        self._last = time.perf_counter()
+        self._progress = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=Console(),
+            transient=True,
+        )
+        self._task = self._progress.add_task("", total=steps)
+
+    def __enter__(self) -> RunLog:
+        self._progress.start()
+        self._last = time.perf_counter()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._progress.stop()
+        self._events.close()
+        self._file.close()
+
+    def step(self, step: int, metrics: dict, live: LivePeak) -> float:
+        """One training step's scalars; waits for the device to have them. Returns the loss."""
+        values = {name: float(value) for name, value in metrics.items()}
+        tokens = int(values.pop("tokens"))
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        line = {"step": step, **values, "tokens": tokens, "step_ms": seconds * 1000}
+        line |= {"tokens_per_s": tokens / seconds, "peak_bytes": live.peak_bytes}
+        if live.reason:
+            line["peak_reason"] = live.reason
+        self._write(line)
+        text = f"loss {values['loss']:.3f}  {tokens / seconds:,.0f} tokens/s"
+        if live.peak_bytes is not None:
+            text += f"  peak {gib(live.peak_bytes)}"
+        self._progress.update(self._task, completed=step, description=text)
+        if step == 1 or step % max(self._steps // LINES_PER_RUN, 1) == 0:
+            self._progress.console.print(f"step {step:>5}  {text}", highlight=False)
+        return values["loss"]
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """The mean loss over the held-out text after `step` steps."""
+        self._write({"step": step, "eval_loss": loss})
+        self._progress.console.print(f"step {step:>5}  validation loss {loss:.4f}", highlight=False)
+        self._last = time.perf_counter()  # the next step's time is without the evaluation
+
+    def _write(self, line: dict) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        for name, value in line.items():
+            if name != "step" and isinstance(value, int | float):
+                self._events.add_scalar(name, value, line["step"])

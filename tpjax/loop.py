@@ -1,0 +1,186 @@
+"""The training loop: config → mesh → data → compiled step → one step after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from tpjax.config import ConfigError, TrainConfig
+from tpjax.data import EvalBatches, Tokenizer, TrainBatches, load_corpus, load_tokenizer, place
+from tpjax.generate import sample
+from tpjax.log import RunLog
+from tpjax.memory.compiled import peak_bytes
+from tpjax.memory.live import live_peak
+from tpjax.memory.report import MemoryReport
+from tpjax.mesh import make_mesh, start_devices
+from tpjax.resolve import resolve
+from tpjax.sharding import bytes_per_device
+from tpjax.state import TrainState, abstract_state, create_state
+from tpjax.step import lower_eval_step, lower_train_step
+
+PROMPT_TOKENS, SAMPLE_TOKENS = 24, 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a run came to; losses, speed and sample are None after a dry run."""
+
+    config: TrainConfig  # as resolved
+    platform: str
+    compile_seconds: float
+    memory: MemoryReport
+    out: Path | None = None
+    train_loss: float | None = None
+    eval_loss: float | None = None
+    tokens_per_s: float | None = None
+    prompt: str | None = None
+    sample: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """A run that is ready to start: checked, loaded and compiled."""
+
+    config: TrainConfig
+    mesh: Mesh
+    tokenizer: Tokenizer
+    batches: TrainBatches
+    held_out: EvalBatches
+    step: jax.stages.Compiled
+    eval_step: jax.stages.Compiled
+
+    @property
+    def devices(self) -> list:
+        return list(self.mesh.local_devices)
+
+    def evaluate(self, params: dict) -> float:
+        """Mean loss over all held-out tokens: sums and counts, divided once."""
+        numbers = range(len(self.held_out))
+        totals = [
+            self.eval_step(params, place(self.held_out.rows(number), self.mesh))
+            for number in numbers
+        ]
+        loss, count = (sum(map(float, parts)) for parts in zip(*totals, strict=True))
+        return loss / count
+
+
+def train(config: TrainConfig) -> Result:
+    """Trains as `config` says, on all GPUs or on simulated CPU devices.
+
+    Raises:
+        ConfigError: the configuration, the corpus or the folder is wrong;
+            nothing has been trained by then.
+    """
+    start = time.perf_counter()
+    run = _prepare(config)
+    config = run.config
+    result = Result(
+        config=config,
+        platform=_platform(run.devices),
+        compile_seconds=time.perf_counter() - start,
+        memory=_predicted(run),
+    )
+    if config.dry_run:
+        return result
+    out = _open_folder(config)
+    state = create_state(config, run.mesh)
+    with RunLog(out, config.steps) as log:
+        state, train_loss, eval_loss, seconds = _steps(run, state, log)
+    live = live_peak(run.devices)
+    memory = dataclasses.replace(
+        result.memory, live_peak_bytes=live.peak_bytes, live_peak_reason=live.reason
+    )
+    (out / "memory.json").write_text(json.dumps(dataclasses.asdict(memory), indent=2) + "\n")
+    prompt, text = _sample(run, state.params)
+    return dataclasses.replace(
+        result,
+        memory=memory,
+        out=out,
+        train_loss=train_loss,
+        eval_loss=eval_loss,
+        tokens_per_s=config.steps * config.data.batch_size * config.data.seq_len / seconds,
+        prompt=prompt,
+        sample=text,
+    )
+
+
+def _steps(run: _Run, state: TrainState, log: RunLog) -> tuple[TrainState, float, float, float]:
+    """All steps and evaluations: final state, last train and validation loss, and the
+    seconds that the steps took."""
+    config = run.config
+    pending, train_loss, eval_loss, eval_seconds = None, float("nan"), float("nan"), 0.0
+    start = time.perf_counter()
+    for step in range(1, config.steps + 1):
+        state, metrics = run.step(state, place(run.batches.rows(step - 1), run.mesh))
+        if pending is not None:  # the step before, while this one runs
+            log.step(*pending, live_peak(run.devices))
+        pending = (step, metrics)
+        if step == config.steps or (config.eval_every and step % config.eval_every == 0):
+            train_loss = log.step(*pending, live_peak(run.devices))
+            pending, begun = None, time.perf_counter()
+            eval_loss = run.evaluate(state.params)
+            log.evaluation(step, eval_loss)
+            eval_seconds += time.perf_counter() - begun
+    return state, train_loss, eval_loss, time.perf_counter() - start - eval_seconds
+
+
+def _prepare(config: TrainConfig) -> _Run:
+    devices = start_devices(config.devices)
+    config = resolve(config, num_devices=len(devices), platform=_platform(devices))
+    assert config.mesh is not None  # resolved
+    mesh = make_mesh(config.mesh, config.model, devices)
+    tokenizer = load_tokenizer(config)
+    corpus = load_corpus(config, tokenizer)
+    shape = (config.data.batch_size, config.data.seq_len)
+    return _Run(
+        config=config,
+        mesh=mesh,
+        tokenizer=tokenizer,
+        batches=TrainBatches(corpus.train, *shape, seed=config.seed),
+        held_out=EvalBatches(corpus.validation, *shape),
+        step=lower_train_step(config, mesh).compile(),
+        eval_step=lower_eval_step(config, mesh).compile(),
+    )
+
+
+def _platform(devices: list) -> str:
+    return "cpu" if devices[0].platform == "cpu" else "gpu"
+
+
+def _predicted(run: _Run) -> MemoryReport:
+    state = abstract_state(run.config, run.mesh)
+    return MemoryReport(
+        parameters_bytes=bytes_per_device(state.params),
+        moments_bytes=bytes_per_device(state.opt_state),
+        compiled_peak_bytes=peak_bytes(run.step),
+        live_peak_bytes=None,
+        live_peak_reason="nothing has run",
+    )
+
+
+def _open_folder(config: TrainConfig) -> Path:
+    """The run's folder, with its configuration in it."""
+    out = Path(config.out or f"runs/{config.model.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if (out / "metrics.jsonl").exists():
+            raise ConfigError(f"out {out} holds a run already; name another folder.")
+        (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(f"out {out} cannot be written: {error.strerror}.") from error
+    return out
+
+
+def _sample(run: _Run, params: dict) -> tuple[str, str]:
+    """The start of the held-out text, and what the model makes of it."""
+    config, T = run.config, run.config.data.seq_len
+    prompt = run.held_out.tokens[: min(PROMPT_TOKENS, T // 2)]
+    count = min(SAMPLE_TOKENS, T - len(prompt))
+    tokens = sample(config, run.mesh, params, prompt, count, config.seed)
+    return run.tokenizer.decode(prompt.tolist()), run.tokenizer.decode(tokens)

@@ -1,0 +1,87 @@
+"""The decoder: embed → scan over blocks → norm.
+
+Letters: B batch, T sequence, D model width, V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+from flax import nnx
+from jax import Array
+from jax.sharding import reshard
+
+from tpjax import remat
+from tpjax.attention import Attention
+from tpjax.config import MemoryConfig, ModelConfig
+from tpjax.layers import Norm, embed, make_weight, read, rope_tables
+from tpjax.mlp import MLP
+from tpjax.precision import DTYPES
+from tpjax.sharding import residual_spec
+
+
+class Block(nnx.Module):
+    """One layer: x += attention(norm(x)); x += mlp(norm(x))."""
+
+    def __init__(self, model: ModelConfig, memory: MemoryConfig, rngs: nnx.Rngs):
+        self.attention_norm = Norm(model, memory, rngs)
+        self.attention = Attention(model, memory, rngs)
+        self.mlp_norm = Norm(model, memory, rngs)
+        self.mlp = MLP(model, memory, rngs)
+
+    def __call__(self, x_BTD: Array, rope: tuple[Array, Array] | None) -> Array:
+        x_BTD += self.attention(self.attention_norm(x_BTD), rope)
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+
+
+class Transformer(nnx.Module):
+    """tokens_BT → x_BTD, the normed output of the last block.
+
+    The loss multiplies it with `head_VD`, chunk by chunk; logits of the whole
+    sequence are nowhere.
+    """
+
+    def __init__(self, model: ModelConfig, memory: MemoryConfig, rngs: nnx.Rngs):
+        make = partial(make_weight, model, memory, rngs)
+        self.embedding = make("embedding")
+        self.positions = make("positions") if model.rope is None else None
+        make_blocks = nnx.vmap(
+            lambda rngs: Block(model, memory, rngs),
+            in_axes=0,
+            out_axes=0,
+            transform_metadata={nnx.PARTITION_NAME: None},
+        )
+        self.blocks = make_blocks(rngs.fork(split=model.num_layers))
+        self.norm = Norm(model, memory, rngs)
+        self.head = None if model.tie_embeddings else make("head")
+        self.model, self.memory = model, memory
+
+    def __call__(self, tokens_BT: Array) -> Array:
+        x_BTD = self.embed(tokens_BT)
+        rope = None
+        if self.model.rope is not None:
+            rope = rope_tables(self.model.rope, self.model.head_dim, tokens_BT.shape[1])
+        block, stacked = nnx.split(self.blocks)
+
+        def body(x_BTD: Array, layer: dict):
+            return nnx.merge(block, layer)(x_BTD, rope), None
+
+        x_BTD, _ = jax.lax.scan(remat.rematerialise(body, self.memory.remat), x_BTD, stacked)
+        return self.norm(x_BTD)
+
+    def embed(self, tokens_BT: Array) -> Array:
+        """tokens_BT → the residual stream x_BTD before the first block."""
+        dtype, sequence_parallel = DTYPES[self.memory.compute], self.memory.sequence_parallel
+        table_VD = read(self.embedding, dtype, gathered=False)
+        x_BTD = embed(table_VD, tokens_BT, sequence_parallel)
+        if self.positions is not None:
+            positions_TD = read(self.positions, dtype)[: tokens_BT.shape[1]]
+            x_BTD += reshard(positions_TD, jax.P(*residual_spec(sequence_parallel)[1:]))
+        return x_BTD
+
+    def head_VD(self) -> Array:
+        """The output matrix in the compute dtype, as it is stored; rows from `vocab_size`
+        on are padding."""
+        weight = self.embedding if self.head is None else self.head
+        return read(weight, DTYPES[self.memory.compute], gathered=False)

@@ -1,0 +1,46 @@
+"""One table: which mesh axes shard each dimension letter.
+
+Letters: B batch, T sequence, D model width, N query heads, K key/value heads,
+H head width, F feed-forward width, V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from tpjax.mesh import BATCH, TENSOR
+
+_WEIGHT = {"D": "fsdp", "N": TENSOR, "K": "tensor", "F": TENSOR, "V": TENSOR}
+_ACTIVATION = {"B": BATCH, "N": TENSOR, "K": TENSOR, "F": TENSOR, "V": TENSOR}
+
+
+def weight_spec(letters: str, *, gathered: bool = False) -> P:
+    """How a weight is stored, or (`gathered`) used: without its fsdp shards.
+
+    Vectors over D (norm gains, biases) are whole on every device: gathering
+    them would cost more time than keeping them costs memory.
+    """
+    whole_D = gathered or letters.removeprefix("L") == "D"
+    return P(*(None if letter == "D" and whole_D else _WEIGHT.get(letter) for letter in letters))
+
+
+def activation_spec(letters: str) -> P:
+    """How an activation lies between the collectives of a block. Key/value heads
+    are there as many times as the tensor axis needs, so K is sharded like N."""
+    return P(*(_ACTIVATION.get(letter) for letter in letters))
+
+
+def residual_spec(sequence_parallel: bool) -> P:
+    """How the residual stream x_BTD lies: with its sequence over the tensor axis or not."""
+    return P(BATCH, TENSOR if sequence_parallel else None, None)
+
+
+def bytes_per_device(tree) -> int:
+    """Bytes one device holds of a tree of (abstract) arrays with shardings."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )

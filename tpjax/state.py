@@ -1,0 +1,108 @@
+"""What a step takes and gives: the train state and a batch, abstract or real.
+
+One abstract state (shapes, dtypes, shardings) feeds initialisation and the
+compilation of the step for devices that are there or are not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tpjax import optim
+from tpjax.config import TrainConfig
+from tpjax.model import Transformer
+from tpjax.precision import DTYPES
+from tpjax.sharding import activation_spec
+
+
+@partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True)
+class TrainState:
+    """Everything that a step changes, and the seed of its rounding.
+
+    Attributes:
+        step: int32 scalar, steps taken.
+        seed: uint32 scalar.
+        params: the model's parameters, nested dicts by name.
+        opt_state: `optim.init` of them.
+    """
+
+    step: Array
+    seed: Array
+    params: dict
+    opt_state: dict
+
+
+@partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True)
+class Batch:
+    """Tokens to read, tokens to predict, and which predictions count (bool)."""
+
+    tokens_BT: Array
+    targets_BT: Array
+    valid_BT: Array
+
+
+def graph(config: TrainConfig) -> nnx.GraphDef:
+    """The model without its arrays; `nnx.merge` puts parameters back in. Needs the mesh set."""
+    return jax.eval_shape(partial(_split_model, config), 0)[0]
+
+
+def _split_model(config: TrainConfig, seed: Array | int) -> tuple[nnx.GraphDef, dict]:
+    rngs = nnx.Rngs(params=jax.random.key(seed))
+    graph, params = nnx.split(Transformer(config.model, config.memory, rngs))
+    return graph, nnx.to_pure_dict(params)
+
+
+def optimizer_of(config: TrainConfig):
+    """The optimiser that a resolved configuration asks for."""
+    return optim.make_optimizer(config.optim, config.steps, DTYPES[config.memory.moments])
+
+
+def _init(config: TrainConfig, seed: Array) -> TrainState:
+    params = _split_model(config, seed)[1]
+    opt_state = optim.init(optimizer_of(config), params)
+    return TrainState(jnp.zeros((), jnp.int32), seed, params, opt_state)
+
+
+def abstract_state(config: TrainConfig, mesh: Mesh) -> TrainState:
+    """Shape, dtype and sharding of every array of the state; nothing is made."""
+    with jax.set_mesh(mesh):
+        state = jax.eval_shape(partial(_init, config), jax.ShapeDtypeStruct((), jnp.uint32))
+
+    def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = P() if leaf.sharding is None else leaf.sharding.spec  # None: a scalar
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(place, state)
+
+
+def abstract_batch(config: TrainConfig, mesh: Mesh) -> Batch:
+    """Shape, dtype and sharding of the global batch of one step."""
+    shape = (config.data.batch_size, config.data.seq_len)
+    sharding = NamedSharding(mesh, activation_spec("BT"))
+    tokens: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+    valid: Any = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=sharding)
+    return Batch(tokens, tokens, valid)
+
+
+def lower_init(config: TrainConfig, mesh: Mesh) -> jax.stages.Lowered:
+    """The program that makes the state from a seed, each shard where it belongs."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, mesh))
+    with jax.set_mesh(mesh):
+        init = jax.jit(partial(_init, config), out_shardings=shardings)
+        return init.lower(jax.ShapeDtypeStruct((), jnp.uint32))
+
+
+def create_state(config: TrainConfig, mesh: Mesh) -> TrainState:
+    """A new state; no host or device ever holds a whole parameter of it."""
+    return lower_init(config, mesh).compile()(jnp.uint32(config.seed))
