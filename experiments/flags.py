@@ -56,11 +56,11 @@ def fail(message: str) -> NoReturn:
 
 def _model_name(argv: list[str]) -> str:
     """The value of `--model`, needed first: it decides the defaults of the others."""
-    for arg, following in zip(argv, [*argv[1:], ""], strict=True):
-        if arg == "--model":
-            return following
+    for number, arg in enumerate(argv):
         if arg.startswith("--model="):
             return arg.removeprefix("--model=")
+        if arg == "--model" and number + 1 < len(argv):
+            return argv[number + 1]
     return "nano"
 
 
@@ -70,7 +70,7 @@ def _flag_names(config: type) -> list[str]:
         hint = get_type_hints(config)[field.name]
         flag = field.name.replace("_", "-")
         if dataclasses.is_dataclass(hint) and hint not in (ModelConfig, MeshConfig):
-            names += _flag_names(hint)  # type: ignore[arg-type]
+            names += _flag_names(hint)
         else:
             names += [f"--{flag}"] + ([f"--no-{flag}"] if "bool" in str(hint) else [])
     return names

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tpjax.config import ConfigError, TrainConfig
 from tpjax.data import EvalBatches, Tokenizer, TrainBatches, load_corpus, load_tokenizer, place
@@ -59,15 +61,23 @@ class _Run:
     def devices(self) -> list:
         return list(self.mesh.local_devices)
 
+    def wait(self, results):
+        """`results`, on simulated devices once they are there.
+
+        Their threads come from a pool hardly larger than the number of devices:
+        programs sent ahead can fill it and wait for ever for the one before.
+        """
+        return jax.block_until_ready(results) if _platform(self.devices) == "cpu" else results
+
     def evaluate(self, params: dict) -> float:
         """Mean loss over all held-out tokens: sums and counts, divided once."""
-        numbers = range(len(self.held_out))
-        totals = [
-            self.eval_step(params, place(self.held_out.rows(number), self.mesh))
-            for number in numbers
-        ]
-        loss, count = (sum(map(float, parts)) for parts in zip(*totals, strict=True))
-        return loss / count
+        whole = NamedSharding(self.mesh, P())
+        totals = jax.device_put((np.float32(0), np.int32(0)), whole)
+        for number in range(len(self.held_out)):
+            batch = place(self.held_out.rows(number), self.mesh)
+            totals = self.wait(self.eval_step(params, totals, batch))
+        loss, count = totals
+        return float(loss) / int(count)
 
 
 def train(config: TrainConfig) -> Result:
@@ -89,7 +99,7 @@ def train(config: TrainConfig) -> Result:
     if config.dry_run:
         return result
     out = _open_folder(config)
-    state = create_state(config, run.mesh)
+    state = run.wait(create_state(config, run.mesh))
     with RunLog(out, config.steps) as log:
         state, train_loss, eval_loss, seconds = _steps(run, state, log)
     live = live_peak(run.devices)
@@ -117,7 +127,8 @@ def _steps(run: _Run, state: TrainState, log: RunLog) -> tuple[TrainState, float
     pending, train_loss, eval_loss, eval_seconds = None, float("nan"), float("nan"), 0.0
     start = time.perf_counter()
     for step in range(1, config.steps + 1):
-        state, metrics = run.step(state, place(run.batches.rows(step - 1), run.mesh))
+        batch = place(run.batches.rows(step - 1), run.mesh)
+        state, metrics = run.wait(run.step(state, batch))
         if pending is not None:  # the step before, while this one runs
             log.step(*pending, live_peak(run.devices))
         pending = (step, metrics)

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -54,7 +55,8 @@ def start_devices(num_simulated: int) -> list:
     """The devices to run on: all GPUs, or `num_simulated` simulated CPU devices.
 
     Call it before JAX is used: the number of simulated devices cannot change
-    afterwards (if enough of them are there already, the first are taken).
+    afterwards (if enough of them are there already, the first are taken). What
+    JAX compiles is kept on disk from here on, so that the next run starts fast.
 
     Raises:
         ConfigError: JAX has started with fewer CPU devices.
@@ -62,6 +64,9 @@ def start_devices(num_simulated: int) -> list:
     if not gpu_driver_present() and "JAX_PLATFORMS" not in os.environ:
         # A CUDA plugin without a driver would print a traceback at start.
         jax.config.update("jax_platforms", "cpu")
+    if jax.config.values.get("jax_compilation_cache_dir") is None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+        jax.config.update("jax_compilation_cache_dir", str(cache / "tpjax"))
     with contextlib.suppress(RuntimeError):  # JAX has started: checked below
         jax.config.update("jax_num_cpu_devices", num_simulated)
     devices = jax.devices()

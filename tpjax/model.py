@@ -52,7 +52,7 @@ class Transformer(nnx.Module):
             out_axes=0,
             transform_metadata={nnx.PARTITION_NAME: None},
         )
-        self.blocks = make_blocks(rngs.fork(split=model.num_layers))
+        self.blocks = make_blocks(rngs.split(model.num_layers))
         self.norm = Norm(model, memory, rngs)
         self.head = None if model.tie_embeddings else make("head")
         self.model, self.memory = model, memory

@@ -57,10 +57,10 @@ def scale_by_adam(
             step = (mu / bias1) / (jnp.sqrt(nu / bias2) + eps)
             return step, precision.store(mu, dtype, key1), precision.store(nu, dtype, key2)
 
-        done = jax.tree.map(one, updates, state.mu, state.nu, _tree_keys(key, updates))
-        steps, mu, nu = jax.tree.transpose(
-            jax.tree.structure(updates), jax.tree.structure((0, 0, 0)), done
-        )
+        leaves, structure = jax.tree.flatten(updates)
+        keys = jax.tree.leaves(_tree_keys(key, updates))
+        done = list(map(one, leaves, jax.tree.leaves(state.mu), jax.tree.leaves(state.nu), keys))
+        steps, mu, nu = (structure.unflatten([leaf[i] for leaf in done]) for i in range(3))
         return steps, AdamState(count, mu, nu)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tpjax import optim
 from tpjax.config import TrainConfig
 from tpjax.loss import next_token_loss
+from tpjax.sharding import activation_spec
 from tpjax.state import Batch, TrainState, abstract_batch, abstract_state, graph, optimizer_of
 
 
@@ -53,10 +55,17 @@ def loss_and_gradients(config: TrainConfig, params: dict, batch: Batch) -> tuple
         return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, of_part(part)), None
 
     zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
-    # Rows are dealt out in turn, so that every part lies on all devices as the batch does.
-    parts = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, A, x.shape[1]), 1, 0), batch)
+    parts = jax.tree.map(partial(_parts, A), batch)
     total, _ = jax.lax.scan(add_part, (jnp.float32(0), zeros), parts)
     return total
+
+
+def _parts(A: int, x_BT: Array) -> Array:
+    """[A, B/A, T]: rows are dealt out in turn, so that every part lies on all devices as
+    the batch does and no row moves."""
+    B, T = x_BT.shape
+    spec = P(*activation_spec("B"), None, None)
+    return jnp.moveaxis(jax.lax.reshape(x_BT, (B // A, A, T), out_sharding=spec), 1, 0)
 
 
 def train_step(
@@ -84,9 +93,12 @@ def train_step(
     return TrainState(state.step + 1, state.seed, params, opt_state), metrics
 
 
-def eval_step(config: TrainConfig, params: dict, batch: Batch) -> tuple[Array, Array]:
-    """Loss summed over valid positions, and their count."""
-    return loss_sum(config, params, batch), batch.valid_BT.sum()
+def eval_step(
+    config: TrainConfig, params: dict, totals: tuple[Array, Array], batch: Batch
+) -> tuple[Array, Array]:
+    """`totals` (loss summed over valid positions, their count) with a batch added."""
+    loss, count = totals
+    return loss + loss_sum(config, params, batch), count + batch.valid_BT.sum()
 
 
 def lower_train_step(config: TrainConfig, mesh: Mesh) -> jax.stages.Lowered:
@@ -108,7 +120,12 @@ def lower_train_step(config: TrainConfig, mesh: Mesh) -> jax.stages.Lowered:
 
 def lower_eval_step(config: TrainConfig, mesh: Mesh) -> jax.stages.Lowered:
     """`eval_step` for the mesh."""
+    whole = NamedSharding(mesh, P())
+    totals = (
+        jax.ShapeDtypeStruct((), jnp.float32, sharding=whole),
+        jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),
+    )
+    params = abstract_state(config, mesh).params
     with jax.set_mesh(mesh):
-        return jax.jit(partial(eval_step, config)).lower(
-            abstract_state(config, mesh).params, abstract_batch(config, mesh)
-        )
+        step = jax.jit(partial(eval_step, config), out_shardings=(whole, whole))
+        return step.lower(params, totals, abstract_batch(config, mesh))

@@ -22,7 +22,7 @@ from tpjax.resolve import resolve
 from tpjax.step import lower_train_step
 
 # Nothing can be timed on a GPU that is not there, and Triton's matmuls need timing.
-_ABSENT_GPU_OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+ABSENT_GPU_OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 _ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2}
 _ITEM_BYTES |= {"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
@@ -45,21 +45,33 @@ class Collective:
     Attributes:
         kind: XLA's name, such as "all-gather".
         axes: the mesh axes it runs over.
-        dtype, shape: of its larger side (gathered, or before scattering), per device; of
-            the result where XLA shows no more.
+        group_size: how many devices talk to each other.
+        dtype, shape: of its larger side (gathered, or before scattering), per device;
+            of the result where XLA shows no more.
+        bytes: of its larger side, per device and run.
         per_step: times it runs per call of the program.
-        wire_bytes: what one device sends per call of the program, all runs together
-            (ring algorithms: (n-1)/n of the larger side; twice that for an all-reduce).
         source: the operation it comes from.
     """
 
     kind: str
     axes: tuple[str, ...]
+    group_size: int
     dtype: str
     shape: tuple[int, ...]
+    bytes: int
     per_step: int
-    wire_bytes: int
     source: str
+
+    @property
+    def wire_bytes(self) -> int:
+        """What one device sends per call of the program, all runs together, by ring
+        algorithms: (n-1)/n of the larger side, and for an all-reduce twice that."""
+        share = (self.group_size - 1) / self.group_size
+        if self.kind == "all-reduce":
+            share *= 2
+        elif self.kind == "collective-permute":
+            share = 1
+        return round(self.bytes * share * self.per_step)
 
 
 def absent_devices(gpu: str, num_devices: int) -> list:
@@ -95,7 +107,7 @@ def compile_for(config: TrainConfig, *, gpu: str) -> tuple[jax.stages.Compiled, 
     assert config.mesh is not None  # resolved
     mesh = make_mesh(config.mesh, config.model, absent_devices(gpu, num_devices))
     lowered = lower_train_step(config, mesh)
-    return lowered.compile(compiler_options=dict(_ABSENT_GPU_OPTIONS)), mesh
+    return lowered.compile(compiler_options=dict(ABSENT_GPU_OPTIONS)), mesh
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
@@ -164,24 +176,23 @@ def _runs_per_step(computations: dict[str, list[str]]) -> dict[str, int]:
 def _collectives(match: re.Match, runs: int, line: str, mesh: Mesh) -> list[Collective]:
     """One entry for each array that the instruction moves."""
     kind, groups = match["kind"], _replica_groups(line)
-    n = groups.shape[1]
-    arrays, starts = _ARRAY.findall(match["result"]), "-start(" in line
-    scale = 1
-    if starts and kind != "all-reduce":  # shows operands, then results
+    group_size = groups.shape[1]
+    arrays, scale = _ARRAY.findall(match["result"]), 1
+    if "-start(" in line and kind != "all-reduce":  # shows operands, then results
         half = len(arrays) // 2
         arrays = arrays[:half] if kind == "reduce-scatter" else arrays[half:]
     elif kind == "reduce-scatter":
-        scale = n  # shows results, the smaller side
-    share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0}.get(kind, (n - 1) / n)
+        scale = group_size  # shows results, the smaller side
     source = re.search(r'op_name="([^"]*)"', line)
     return [
         Collective(
             kind=kind,
             axes=_axes(groups[0], mesh),
+            group_size=group_size,
             dtype=dtype,
             shape=tuple(int(d) for d in dims.split(",") if d),
+            bytes=_array_bytes(dtype, dims) * scale,
             per_step=runs,
-            wire_bytes=round(_array_bytes(dtype, dims) * scale * share * runs),
             source=source[1] if source else "",
         )
         for dtype, dims in arrays

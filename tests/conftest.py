@@ -1,0 +1,137 @@
+"""Eight simulated CPU devices for all tests; small models on any mesh of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from functools import lru_cache
+
+# Machine code compiles twice as fast unoptimised; what XLA makes of a program
+# (its fusions, buffers and collectives) is decided before and stays the same.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+from jax.sharding import Mesh  # noqa: E402
+
+from tpjax.config import (  # noqa: E402
+    DataConfig,
+    MemoryConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    RopeConfig,
+    TrainConfig,
+)
+from tpjax.data import place  # noqa: E402
+from tpjax.mesh import make_mesh  # noqa: E402
+from tpjax.resolve import resolve  # noqa: E402
+from tpjax.state import Batch, TrainState, abstract_state, create_state  # noqa: E402
+
+# Eight query heads and four key/value heads, so that tensor=8 needs copies; a
+# vocabulary that no axis divides.
+TINY = ModelConfig(
+    name="tiny",
+    vocab_size=97,
+    num_layers=2,
+    embed_dim=32,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=8,
+    mlp_dim=64,
+    max_seq_len=32,
+)
+TINY_GPT2 = dataclasses.replace(
+    TINY,
+    name="tiny-gpt2",
+    num_kv_heads=8,
+    norm="layernorm",
+    rope=None,
+    mlp="gelu",
+    qkv_bias=True,
+    bias=True,
+)
+TINY_QWEN = dataclasses.replace(
+    TINY,
+    name="tiny-qwen",
+    qkv_bias=True,
+    qk_norm=True,
+    tie_embeddings=False,
+    sliding_window=5,
+    rope=RopeConfig(theta=1000.0, kind="linear", factor=2.0),
+)
+
+
+def tiny_config(
+    mesh: str = "tensor=1",
+    *,
+    model: ModelConfig = TINY,
+    accumulate: int = 1,
+    steps: int = 10,
+    optim: OptimConfig | None = None,
+    **memory,
+) -> TrainConfig:
+    """A resolved run of a tiny model on a mesh of simulated devices."""
+    sizes = MeshConfig.parse(mesh)
+    config = TrainConfig(
+        model=model,
+        mesh=sizes,
+        memory=MemoryConfig(**{"loss_chunks": 2, **memory}),
+        optim=optim or OptimConfig(lr=1e-3, min_lr=1e-4, warmup=0),
+        data=DataConfig(batch_size=8, seq_len=32, accumulate=accumulate),
+        steps=steps,
+    )
+    return resolve(config, num_devices=sizes.num_devices, platform="cpu")
+
+
+def mesh_of(config: TrainConfig) -> Mesh:
+    assert config.mesh is not None
+    return make_mesh(config.mesh, config.model, jax.devices()[: config.mesh.num_devices])
+
+
+def initial_state(config: TrainConfig, mesh: Mesh) -> TrainState:
+    """A new state on the mesh. Made once on one device, since every mesh starts from the
+    same bits (a test of its own)."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, mesh))
+    memory = (config.memory.params, config.memory.moments)
+    return jax.device_put(_state_on_one_device(config.model, *memory), shardings)
+
+
+@lru_cache
+def _state_on_one_device(model: ModelConfig, params: str, moments: str) -> TrainState:
+    config = tiny_config(model=model, params=params, moments=moments)
+    return to_numpy(create_state(config, mesh_of(config)))
+
+
+def random_rows(config: TrainConfig, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, targets and validity with some positions left out."""
+    rng = np.random.default_rng(seed)
+    shape = (config.data.batch_size, config.data.seq_len)
+    tokens = rng.integers(0, config.model.vocab_size, (shape[0], shape[1] + 1), np.int32)
+    return tokens[:, :-1], tokens[:, 1:], rng.random(shape) < 0.8
+
+
+def random_batch(config: TrainConfig, mesh: Mesh, seed: int = 0) -> Batch:
+    return place(random_rows(config, seed), mesh)
+
+
+def to_numpy(tree):
+    return jax.tree.map(np.asarray, tree)
+
+
+def largest_difference(a, b) -> float:
+    """The greatest difference of two trees, relative to the largest value of the first."""
+    a, b = ([np.asarray(x, np.float64) for x in jax.tree.leaves(tree)] for tree in (a, b))
+    largest = max(np.abs(x).max() for x in a)
+    return max(float(np.abs(x - y).max()) for x, y in zip(a, b, strict=True)) / largest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_compilation_cache():
+    """Tests compile what they test."""
+    jax.config.update("jax_enable_compilation_cache", False)

@@ -1,0 +1,239 @@
+"""What the compiled step of a GPU mesh moves and holds: the mathematics' needs and no more.
+
+Compiled for H100s by XLA's GPU compiler; no GPU is needed. The model has the
+widths of Llama-3.2-1B's ratios in small, with sizes that tell every tensor apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from functools import lru_cache, partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tpjax.config import DataConfig, MemoryConfig, MeshConfig, ModelConfig, TrainConfig
+from tpjax.generate import _decode
+from tpjax.memory.compiled import (
+    ABSENT_GPU_OPTIONS,
+    Collective,
+    absent_devices,
+    collectives,
+    compile_for,
+    peak_bytes,
+)
+from tpjax.mesh import make_mesh
+from tpjax.resolve import resolve
+from tpjax.sharding import activation_spec, bytes_per_device
+from tpjax.state import abstract_state
+from tpjax.step import lower_eval_step
+
+B, T, D, N, K, H, F, V, L = 8, 512, 256, 16, 4, 32, 1024, 6144, 3
+MODEL = ModelConfig(
+    name="small",
+    vocab_size=V,
+    num_layers=L,
+    embed_dim=D,
+    num_heads=N,
+    num_kv_heads=K,
+    head_dim=H,
+    mlp_dim=F,
+    max_seq_len=T,
+)
+SMALL_BYTES = 64 * 1024  # norm gains, scalars, sums per token: nothing worth a plan
+
+
+def run(mesh: str, *, accumulate: int = 1, model: ModelConfig = MODEL, **memory) -> TrainConfig:
+    return TrainConfig(
+        model=model,
+        mesh=MeshConfig.parse(mesh),
+        memory=MemoryConfig(**{"loss_chunks": 4, **memory}),
+        data=DataConfig(batch_size=B, seq_len=T, accumulate=accumulate),
+    )
+
+
+@lru_cache
+def compiled(config: TrainConfig):
+    return compile_for(config, gpu="h100")
+
+
+def moved(config: TrainConfig) -> Counter:
+    """(kind, axes, sizes of a layer's activation, weight or chunk) → runs per step.
+
+    Small sums are left out; a gather or scatter never is, however small.
+    """
+    step, mesh = compiled(config)
+    found = Counter()
+    for c in collectives(step, mesh):
+        if c.kind != "all-reduce" or c.bytes > SMALL_BYTES:
+            found[c.kind, c.axes, tuple(sorted(c.shape))] += c.per_step
+    return found
+
+
+def key(kind: str, axes: str, *shape: int):
+    return kind, tuple(axes.split()), tuple(sorted(shape))
+
+
+RECOMPUTED = {"none": (0, 0), "dots": (2, 0), "attention": (2, 1), "full": (2, 1)}
+
+
+@pytest.mark.parametrize("remat", RECOMPUTED)
+def test_tensor_parallel_step_moves_activations_only(remat):
+    """Per layer two gathers and two scatters forward, as many backward, and those of the
+    recomputation; a chunk of x per chunk of the loss; the embedding's sum and its gradient."""
+    gathers, scatters = RECOMPUTED[remat]
+    chunk = T // 4
+    assert moved(run("tensor=4", remat=remat)) == {
+        key("all-gather", "tensor", B, T, D): L * (4 + gathers) + 1,
+        key("reduce-scatter", "tensor", B, T, D): L * (4 + scatters) + 1,
+        key("all-gather", "tensor", B, chunk, D): 4,
+        key("reduce-scatter", "tensor", B, chunk, D): 4,
+    }
+
+
+def test_without_sequence_parallelism_sums_are_whole():
+    found = totals(moved(run("tensor=4", remat="full", sequence_parallel=False)))
+    assert found == {
+        ("all-reduce", ("tensor",), B * T * D): L * 5 + 1,
+        ("all-reduce", ("tensor",), B * T // 4 * D): 4,
+    }
+
+
+WEIGHTS = {"q": (D, N, H), "k": (D, K, H), "v": (D, K, H), "o": (N, H, D)}
+WEIGHTS |= {"gate": (D, F), "up": (D, F), "down": (F, D)}
+
+
+def weight_traffic(tensor: int, axis: str, passes: int) -> Counter:
+    """Each weight gathered once per pass and its gradient scattered once; the tied table
+    gathered once for embedding and head together, its two gradients scattered apart."""
+    found = Counter()
+    for shape in WEIGHTS.values():
+        local = [size // tensor if size in (N, K, F) else size for size in shape]
+        found[key("all-gather", axis, *local)] += passes * L
+        found[key("reduce-scatter", axis, *local)] += L
+    found[key("all-gather", axis, V // tensor, D)] += 1
+    found[key("reduce-scatter", axis, V // tensor, D)] += 2
+    return found
+
+
+def totals(found: Counter) -> Counter:
+    """(kind, axes, elements): XLA may join or reorder the dimensions of a weight."""
+    sums = Counter()
+    for (kind, axes, shape), n in found.items():
+        sums[kind, axes, math.prod(shape)] += n
+    return sums
+
+
+def test_fsdp_gathers_each_weight_once_a_pass_and_scatters_its_gradient():
+    found = totals(moved(run("fsdp=4", remat="full")))
+    assert found == totals(weight_traffic(1, "fsdp", 2))
+    assert totals(moved(run("fsdp=4", remat="none"))) == totals(weight_traffic(1, "fsdp", 1))
+
+
+def test_fsdp_beside_tensor():
+    found = totals(moved(run("fsdp=2,tensor=2", remat="full")))
+    weights = weight_traffic(2, "fsdp", 2)
+    chunk, rows = T // 4, B // 2
+    activations = Counter(
+        {
+            key("all-gather", "tensor", rows, T, D): L * 6 + 1,
+            key("reduce-scatter", "tensor", rows, T, D): L * 5 + 1,
+            key("all-gather", "tensor", rows, chunk, D): 4,
+            key("reduce-scatter", "tensor", rows, chunk, D): 4,
+        }
+    )
+    assert found == totals(weights + activations)
+
+
+def test_data_parallel_gradients_are_summed_once():
+    found = moved(run("data=2,tensor=2", remat="full"))
+    summed = {shape: n for (kind, axes, shape), n in found.items() if axes == ("data",)}
+    assert {kind for (kind, axes, _) in found if axes == ("data",)} == {"all-reduce"}
+    elements = sum(math.prod(shape) * n for shape, n in summed.items())
+    weights = sum(math.prod(shape) for shape in WEIGHTS.values()) * L // 2
+    small = sum(math.prod(WEIGHTS[w]) for w in "kv") * L // 2  # 16 KiB each: below SMALL_BYTES
+    tables = 2 * V * D // 2  # the gradients as embedding and as head
+    assert elements in (weights + tables, weights + tables - small)
+
+
+def test_copied_key_value_heads_cost_one_small_sum():
+    """tensor=8 with four key/value heads: activations move as ever; over the copies
+    only the gradients of k and v do."""
+    step, mesh = compiled(run("tensor=8", remat="full"))
+    over_copies = [c for c in collectives(step, mesh) if c.axes == ("kv_copy",)]
+    assert over_copies
+    assert all(c.kind == "all-reduce" and c.bytes <= 2 * D * H * 2 for c in over_copies)
+    found = moved(run("tensor=8", remat="full"))
+    assert found[key("all-gather", "tensor kv_copy", B, T, D)] == L * 6 + 1
+    assert found[key("reduce-scatter", "tensor kv_copy", B, T, D)] == L * 5 + 1
+    assert len(found) == 4
+
+
+def test_accumulation_moves_no_more_kinds():
+    whole, parts = (moved(run("fsdp=2,tensor=2", remat="full", accumulate=n)) for n in (1, 2))
+    assert {(kind, axes) for kind, axes, _ in parts} == {(kind, axes) for kind, axes, _ in whole}
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_no_vocabulary_is_gathered_outside_training_either(tie):
+    model = dataclasses.replace(MODEL, vocab_size=V - 5, tie_embeddings=tie)
+    config = resolve(run("tensor=4", model=model), num_devices=4, platform="gpu")
+    assert config.mesh is not None
+    mesh = make_mesh(config.mesh, model, absent_devices("h100", 4))
+    params = abstract_state(config, mesh).params
+    with jax.set_mesh(mesh):
+        tokens = jax.ShapeDtypeStruct(
+            (1, T), jnp.int32, sharding=jax.NamedSharding(mesh, activation_spec("BT"))
+        )
+        decode = jax.jit(partial(_decode, config), static_argnums=(2, 3)).lower(
+            params, tokens, 8, 8, jax.eval_shape(lambda: jax.random.key(0))
+        )
+    for lowered in (lower_eval_step(config, mesh), decode):
+        program = lowered.compile(compiler_options=dict(ABSENT_GPU_OPTIONS))
+        for c in collectives(program, mesh):
+            assert V not in c.shape, c
+            assert V - 5 not in c.shape, c
+
+
+def test_peaks_fall_with_recomputation_and_all_state_is_reused():
+    peaks = []
+    for remat in ("none", "dots", "attention", "full"):
+        config = run("tensor=4", remat=remat)
+        step, mesh = compiled(config)
+        peaks.append(peak_bytes(step))
+        sizes = step.memory_analysis()
+        assert sizes is not None
+        config = resolve(config, num_devices=4, platform="gpu")
+        assert sizes.alias_size_in_bytes >= bytes_per_device(abstract_state(config, mesh))
+    assert peaks == sorted(peaks, reverse=True)
+    assert len(set(peaks)) == 4
+
+
+def test_logits_are_held_one_chunk_at_a_time():
+    """The largest array with the vocabulary in it is a chunk of logits, or the head."""
+    text = compiled(run("tensor=4", remat="full"))[0].as_text() or ""
+    with_vocabulary = {
+        dims for dims in re.findall(r"f32\[([\d,]+)\]", text) if str(V // 4) in dims.split(",")
+    }
+    sizes = {math.prod(map(int, dims.split(","))) for dims in with_vocabulary}
+    assert max(sizes) == B * T // 4 * V // 4
+    assert f"{B * T // 4},{V // 4}" in with_vocabulary
+
+
+def test_collective_bytes_by_hand():
+    gathered = Collective(
+        kind="all-gather",
+        axes=("tensor",),
+        group_size=4,
+        dtype="bf16",
+        shape=(8, 4),
+        bytes=64,
+        per_step=3,
+        source="",
+    )
+    assert gathered.wire_bytes == 64 * 3 * 3 // 4
+    assert dataclasses.replace(gathered, kind="all-reduce").wire_bytes == 64 * 3 * 3 // 2

@@ -1,0 +1,118 @@
+"""Whole runs: what they write, what they say, and what stops them before they start."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import TINY
+
+from experiments.train import summary
+from tpjax.config import ConfigError, DataConfig, MeshConfig, OptimConfig, TrainConfig
+from tpjax.loop import train
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def config(tmp_path) -> TrainConfig:
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    return TrainConfig(
+        model=dataclasses.replace(TINY, vocab_size=257, name="tiny-bytes"),
+        mesh=MeshConfig(data=2, tensor=2),
+        optim=OptimConfig(lr=1e-2, min_lr=1e-3),
+        data=DataConfig(corpus=(str(corpus),), batch_size=8, seq_len=32),
+        steps=12,
+        eval_every=5,
+        out=str(tmp_path / "run"),
+    )
+
+
+def test_a_run_learns_and_writes_what_it_did(config, capsys):
+    result = train(config)
+    lines = [json.loads(x) for x in Path(config.out, "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    evaluations = [line for line in lines if "eval_loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 13))
+    assert [line["step"] for line in evaluations] == [5, 10, 12]
+    assert steps[-1]["loss"] < 0.8 * steps[0]["loss"]
+    assert evaluations[-1]["eval_loss"] < evaluations[0]["eval_loss"]
+    assert {"grad_norm", "lr", "step_ms", "tokens_per_s"} <= steps[0].keys()
+    assert steps[0]["tokens"] == 8 * 32
+    assert steps[0]["peak_bytes"] is None
+    assert "no memory statistics" in steps[0]["peak_reason"]
+    assert (result.train_loss, result.eval_loss) == (
+        steps[-1]["loss"],
+        evaluations[-1]["eval_loss"],
+    )
+    out = Path(config.out)
+    assert json.loads((out / "config.json").read_text())["model"]["name"] == "tiny-bytes"
+    memory = json.loads((out / "memory.json").read_text())
+    assert memory["moments_bytes"] > 2 * memory["parameters_bytes"]
+    assert memory["compiled_peak_bytes"] > memory["moments_bytes"]
+    assert memory["live_peak_bytes"] is None
+    assert list(out.glob("events.out.tfevents.*"))
+    printed = capsys.readouterr().out
+    assert "validation loss" in printed
+    rows = dict(zip(*(column.cells for column in summary(result).columns), strict=True))
+    assert "not available, because the cpu backend" in rows["live peak"]
+    assert result.sample is not None
+
+    with pytest.raises(ConfigError, match="holds a run already"):
+        train(config)
+
+
+def test_a_dry_run_compiles_and_leaves_nothing(config):
+    result = train(dataclasses.replace(config, dry_run=True))
+    assert result.memory.compiled_peak_bytes > 0
+    assert result.train_loss is None
+    assert not Path(config.out).exists()
+    assert "nothing was trained" in "".join(map(str, summary(result).columns[1].cells))
+
+
+def test_a_folder_that_cannot_be_written_is_named(config, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        train(dataclasses.replace(config, out=str(tmp_path / "file" / "run")))
+
+
+def python(*args: str, **environment: str) -> subprocess.CompletedProcess:
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | environment
+    return subprocess.run(
+        [sys.executable, *args], capture_output=True, text=True, cwd=ROOT, env=env, check=False
+    )
+
+
+@pytest.mark.parametrize("devices", ["1", "8"])
+def test_the_program_runs_on_any_number_of_devices(tmp_path, devices):
+    flags = f"--steps 2 --devices {devices} --seq-len 64 --out {tmp_path}/run --eval-every 0"
+    corpus = tmp_path / "a.txt"
+    corpus.write_text("some text " * 500)
+    done = python(
+        "-m", "experiments.train", *flags.split(), "--corpus", str(corpus),
+        XDG_CACHE_HOME=str(tmp_path / "cache"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"{devices} × cpu" in done.stdout
+    assert list((tmp_path / "cache" / "tpjax").iterdir())  # the next run starts fast
+
+
+def test_a_wrong_run_ends_with_status_two_and_one_line(tmp_path):
+    done = python("-m", "experiments.train", "--corpus", str(tmp_path / "nothing"))
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == f"error: corpus {tmp_path}/nothing does not exist."
+    assert "Traceback" not in done.stderr
+
+
+def test_simulated_devices_too_late_is_a_clear_error():
+    late = "import jax; jax.config.update('jax_platforms', 'cpu'); jax.devices(); import tpjax\n"
+    done = python("-c", late + "tpjax.start_devices(4)")
+    assert "JAX has already started with 1 CPU device(s) where 4 are asked for" in done.stderr
+    early = "import tpjax; print(len(tpjax.start_devices(3)), len(tpjax.start_devices(2)))"
+    assert python("-c", early).stdout.split() == ["3", "2"]

@@ -1,0 +1,222 @@
+"""The compiled step: the same training on every mesh, in place, compiled once."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import (
+    TINY,
+    TINY_GPT2,
+    TINY_QWEN,
+    initial_state,
+    largest_difference,
+    mesh_of,
+    random_batch,
+    tiny_config,
+    to_numpy,
+)
+
+from tpjax.config import ModelConfig, OptimConfig
+from tpjax.memory.compiled import peak_bytes
+from tpjax.sharding import bytes_per_device
+from tpjax.state import abstract_state, create_state, lower_init
+from tpjax.step import lower_eval_step, lower_train_step, train_step
+
+
+def three_steps(config):
+    """Losses, gradient norms and the state after three steps."""
+    mesh = mesh_of(config)
+    step, state = lower_train_step(config, mesh).compile(), initial_state(config, mesh)
+    curve = []
+    for number in range(3):
+        state, metrics = step(state, random_batch(config, mesh, seed=number))
+        curve.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    return np.array(curve), to_numpy(state)
+
+
+@lru_cache
+def on_one_device(model: ModelConfig):
+    return three_steps(tiny_config(model=model))
+
+
+def check_equals_one_device(config) -> None:
+    curve, state = three_steps(config)
+    expected_curve, expected = on_one_device(config.model)
+    np.testing.assert_allclose(curve, expected_curve, rtol=3e-6)
+    for part in ("rest", "blocks"):
+        ours, theirs = state.opt_state[part][0], expected.opt_state[part][0]
+        assert largest_difference(theirs.mu, ours.mu) < 1e-5
+        assert largest_difference(theirs.nu, ours.nu) < 1e-5
+    # Adam divides by a gradient's size: where that is rounding noise only (the bias of
+    # the keys, by mathematics), it makes steps of noise. Few entries are so.
+    moved = flat(expected.params) - flat(state.params)
+    assert np.quantile(np.abs(moved), 0.98) < 1e-6
+
+
+def flat(tree) -> np.ndarray:
+    return np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [
+        ("tensor=2", {"remat": "dots", "sequence_parallel": False}),
+        ("tensor=2", {"remat": "none", "accumulate": 4}),
+        ("tensor=4", {"remat": "full", "loss_chunks": 1}),
+        ("tensor=4", {"remat": "attention", "sequence_parallel": False, "accumulate": 4}),
+        ("tensor=8", {"remat": "dots", "accumulate": 4}),
+        ("tensor=8", {"remat": "full", "sequence_parallel": False, "loss_chunks": 8}),
+        ("fsdp=2,tensor=2", {"remat": "attention", "accumulate": 4}),
+        ("fsdp=2,tensor=2", {"remat": "none", "sequence_parallel": False}),
+        ("data=2,fsdp=2,tensor=2", {"remat": "full"}),
+        ("data=2,fsdp=2,tensor=2", {"sequence_parallel": False, "accumulate": 2}),
+    ],
+)
+def test_three_steps_equal_one_device(mesh, settings):
+    check_equals_one_device(tiny_config(mesh, **settings))
+
+
+@pytest.mark.parametrize("model", [TINY_GPT2, TINY_QWEN], ids=lambda model: model.name)
+def test_other_families_equal_one_device(model):
+    check_equals_one_device(tiny_config("data=2,fsdp=2,tensor=2", model=model))
+
+
+def test_low_precision_steps_round_alike_on_every_mesh():
+    """bf16 parameters and moments: the same bits, but where sums in another order
+    have tipped a rounding."""
+    settings = {"params": "bf16", "moments": "bf16"}
+    _, one = three_steps(tiny_config(**settings))
+    _, many = three_steps(tiny_config("fsdp=2,tensor=2", **settings))
+    assert one.params["embedding"].dtype == jnp.bfloat16
+    same = jax.tree.map(lambda a, b: (a == b).mean(), one.params, many.params)
+    assert min(jax.tree.leaves(same)) > 0.97
+
+
+@pytest.mark.parametrize("settings", [{}, {"params": "bf16"}])
+def test_every_buffer_of_the_state_is_reused(settings):
+    config = tiny_config("fsdp=2,tensor=2", **settings)
+    mesh = mesh_of(config)
+    step, state = lower_train_step(config, mesh).compile(), create_state(config, mesh)
+    sizes = step.memory_analysis()
+    assert sizes is not None
+    assert sizes.alias_size_in_bytes == bytes_per_device(state)
+    buffers = {s.data.unsafe_buffer_pointer() for s in _shards(state)}
+    new, _ = step(state, random_batch(config, mesh))
+    jax.block_until_ready(new)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    assert {s.data.unsafe_buffer_pointer() for s in _shards(new)} == buffers
+
+
+def _shards(tree):
+    return [shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards]
+
+
+def test_no_donation_when_asked():
+    config = tiny_config("tensor=2", donate=False)
+    mesh = mesh_of(config)
+    step, state = lower_train_step(config, mesh).compile(), initial_state(config, mesh)
+    jax.block_until_ready(step(state, random_batch(config, mesh)))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+def test_traced_once_over_three_steps():
+    config = tiny_config("data=2,tensor=2")
+    mesh = mesh_of(config)
+    state = initial_state(config, mesh)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    chex.clear_trace_counter()
+
+    @chex.assert_max_traces(n=1)
+    def traced_once(state, batch):
+        return train_step(config, state, batch)
+
+    with jax.set_mesh(mesh):
+        step = jax.jit(traced_once, donate_argnums=0, out_shardings=(shardings, None))
+        for number in range(3):
+            state, metrics = step(state, random_batch(config, mesh, seed=number))
+            jax.block_until_ready(metrics)
+    assert step._cache_size() == 1
+    assert int(state.step) == 3
+
+
+def test_moments_are_sharded_as_their_parameters():
+    config = tiny_config("data=2,fsdp=2,tensor=2", params="bf16", moments="fp32")
+    state = abstract_state(config, mesh_of(config))
+    for part, params in (
+        ("blocks", state.params["blocks"]),
+        ("rest", {k: v for k, v in state.params.items() if k != "blocks"}),
+    ):
+        for moments in (state.opt_state[part][0].mu, state.opt_state[part][0].nu):
+            pairs = zip(jax.tree.leaves(params), jax.tree.leaves(moments), strict=True)
+            assert all(p.sharding == m.sharding and m.dtype == jnp.float32 for p, m in pairs)
+    assert state.opt_state["blocks"][0].step.shape == (TINY.num_layers,)
+    matrices = [leaf for leaf in jax.tree.leaves(state.params["blocks"]) if leaf.ndim > 2]
+    assert all(m.sharding.shard_shape(m.shape) != m.shape for m in matrices)
+
+
+def test_initialisation_makes_nothing_whole():
+    """Beside the result, a device needs less than one whole parameter of the largest."""
+    wide = dataclasses.replace(TINY, vocab_size=4096, embed_dim=256, num_layers=1)
+    config = tiny_config("fsdp=2,tensor=4", model=wide)
+    mesh = mesh_of(config)
+    state = abstract_state(config, mesh)
+    largest = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.params))
+    init = lower_init(config, mesh).compile()
+    sizes = init.memory_analysis()
+    assert sizes is not None
+    assert sizes.output_size_in_bytes < 1.01 * bytes_per_device(state) + 8 * 64
+    assert sizes.temp_size_in_bytes < largest
+    assert f"[4096,{wide.embed_dim}]" not in (init.as_text() or "")
+
+
+def test_tokens_that_do_not_count_are_left_out():
+    """With 4, 4, 1 and 2 valid tokens in the rows of two devices, the loss is the sum over
+    tokens by their number, and a part of the batch without any gives no NaN."""
+    config = tiny_config("data=2,tensor=2", accumulate=4)
+    mesh = mesh_of(config)
+    batch = random_batch(config, mesh)
+    counts = np.array([4, 4, 1, 2, 0, 0, 0, 0])
+    valid = np.arange(32) < counts[:, None]
+    batch = dataclasses.replace(batch, valid_BT=jax.device_put(valid, batch.valid_BT.sharding))
+    state = initial_state(config, mesh)
+    evaluate = lower_eval_step(config, mesh).compile()
+    zero = jax.device_put((np.float32(0), np.int32(0)), jax.NamedSharding(mesh, jax.P()))
+    total, count = evaluate(state.params, zero, batch)
+    new, metrics = lower_train_step(config, mesh).compile()(state, batch)
+    assert int(metrics["tokens"]) == int(count) == counts.sum()
+    assert float(metrics["loss"]) == pytest.approx(float(total) / counts.sum(), rel=1e-6)
+    assert np.isfinite(float(metrics["grad_norm"]))
+
+    nothing = jax.device_put(np.zeros_like(valid), batch.valid_BT.sharding)
+    step = lower_train_step(config, mesh).compile()
+    new, metrics = step(new, dataclasses.replace(batch, valid_BT=nothing))
+    assert float(metrics["loss"]) == 0
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(to_numpy(new.params)))
+
+
+def test_recomputation_saves_memory_on_the_cpu_too():
+    peaks = []
+    for remat in ("none", "dots", "full"):
+        deep = dataclasses.replace(TINY, num_layers=8)
+        config = tiny_config("tensor=2", model=deep, remat=remat)
+        peaks.append(peak_bytes(lower_train_step(config, mesh_of(config)).compile()))
+    assert peaks[0] > peaks[1] > peaks[2]
+
+
+def test_loss_falls_and_state_counts():
+    config = tiny_config("tensor=4", steps=30, optim=OptimConfig(lr=1e-2, min_lr=1e-3, warmup=0))
+    mesh = mesh_of(config)
+    step, state = lower_train_step(config, mesh).compile(), create_state(config, mesh)
+    batch, losses = random_batch(config, mesh), []
+    for _ in range(30):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[0] == pytest.approx(np.log(97), rel=0.02)
+    assert losses[-1] < 0.5 * losses[0]
+    assert int(state.step) == 30
