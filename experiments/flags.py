@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import io
 import sys
-from typing import NoReturn, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
@@ -64,7 +64,7 @@ def _model_name(argv: list[str]) -> str:
     return "nano"
 
 
-def _flag_names(config: type) -> list[str]:
+def _flag_names(config: Any) -> list[str]:
     names = []
     for field in dataclasses.fields(config):
         hint = get_type_hints(config)[field.name]

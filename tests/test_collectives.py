@@ -213,6 +213,13 @@ def test_peaks_fall_with_recomputation_and_all_state_is_reused():
     assert len(set(peaks)) == 4
 
 
+@pytest.mark.parametrize(("remat", "runs"), [("none", 1), ("attention", 1), ("full", 2)])
+def test_kept_attention_is_not_run_again(remat, runs):
+    text = compiled(run("tensor=4", remat=remat))[0].as_text() or ""
+    assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == runs
+    assert text.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"') == 1
+
+
 def test_logits_are_held_one_chunk_at_a_time():
     """The largest array with the vocabulary in it is a chunk of logits, or the head."""
     text = compiled(run("tensor=4", remat="full"))[0].as_text() or ""

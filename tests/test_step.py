@@ -98,6 +98,30 @@ def test_low_precision_steps_round_alike_on_every_mesh():
     assert min(jax.tree.leaves(same)) > 0.97
 
 
+def test_rounding_depends_on_seed_and_step():
+    """A constant rate and the same batch: only the seed and the step number differ."""
+    constant = OptimConfig(lr=1e-3, min_lr=1e-3, warmup=0)
+    config = tiny_config(params="bf16", optim=constant, donate=False)
+    mesh = mesh_of(config)
+    step, state = lower_train_step(config, mesh).compile(), initial_state(config, mesh)
+
+    def after(seed: int, number: int) -> np.ndarray:
+        seeded = dataclasses.replace(
+            state, seed=_like(state.seed, seed), step=_like(state.step, number)
+        )
+        new, _ = step(seeded, random_batch(config, mesh))
+        return flat(to_numpy(new.params))
+
+    start = after(0, 0)
+    np.testing.assert_array_equal(start, after(0, 0))
+    assert not np.array_equal(start, after(1, 0))
+    assert not np.array_equal(start, after(0, 1))
+
+
+def _like(leaf: jax.Array, value: int) -> jax.Array:
+    return jax.device_put(np.asarray(value, leaf.dtype), leaf.sharding)
+
+
 @pytest.mark.parametrize("settings", [{}, {"params": "bf16"}])
 def test_every_buffer_of_the_state_is_reused(settings):
     config = tiny_config("fsdp=2,tensor=2", **settings)

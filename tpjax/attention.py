@@ -99,7 +99,7 @@ def attend(
             )
         return blockwise_attention(q, k, v, window)
 
-    return remat.name(local(q_BTNH, k_BTKH, v_BTKH), "attention_out")
+    return local(q_BTNH, k_BTKH, v_BTKH)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -133,7 +133,7 @@ _TRAINING = {
         "eval_every": 100,
     },
     "nanogpt-shakespeare": {
-        "optim": OptimConfig(lr=2e-3, min_lr=1e-4, warmup=100, beta2=0.99),
+        "optim": OptimConfig(lr=4e-3, min_lr=1e-4, warmup=100, beta2=0.99),
         "data": DataConfig(batch_size=12, seq_len=64),
         "steps": 2000,
         "eval_every": 500,

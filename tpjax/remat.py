@@ -16,10 +16,19 @@ _NAMES = (
     "attention_out",  # y_BTNH, before the output projection
     "attention_lse",  # log-sum-exp of the scores, per query and head
 )
+# cuDNN's attention cannot name what it keeps for its backward pass (the same two).
+_CUDNN_ATTENTION = "dot_product_attention_fwd_wrapper"
 
 _policies = jax.checkpoint_policies
+_named = _policies.save_only_these_names(*_NAMES)
+
+
+def _attention_saveable(primitive, *avals, **params) -> bool:
+    return primitive.name == _CUDNN_ATTENTION or _named(primitive, *avals, **params)
+
+
 _POLICIES = {
-    "attention": _policies.save_only_these_names("attention_out", "attention_lse"),
+    "attention": _attention_saveable,
     "dots": _policies.dots_with_no_batch_dims_saveable,
     "full": _policies.nothing_saveable,
 }
