@@ -26,7 +26,7 @@ def parse_run(description: str, argv: list[str] | None = None) -> TrainConfig:
 
     Ends the process with status 2 and one clear line where a flag is wrong.
     """
-    argv = sys.argv[1:] if argv is None else argv
+    argv = [_hyphens(arg) for arg in (sys.argv[1:] if argv is None else argv)]
     messages = io.StringIO()
     try:
         _check_names(argv)
@@ -54,6 +54,12 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def _hyphens(arg: str) -> str:
+    """A flag may be written with underscores."""
+    name, equals, value = arg.partition("=")
+    return name.replace("_", "-") + equals + value if arg.startswith("--") else arg
+
+
 def _model_name(argv: list[str]) -> str:
     """The value of `--model`, needed first: it decides the defaults of the others."""
     for number, arg in enumerate(argv):
@@ -79,7 +85,7 @@ def _flag_names(config: Any) -> list[str]:
 def _check_names(argv: list[str]) -> None:
     known = ["--help", *_flag_names(TrainConfig)]
     for arg in argv:
-        name = arg.partition("=")[0].replace("_", "-")
+        name = arg.partition("=")[0]
         if arg.startswith("--") and name not in known:
             raise ConfigError(f"there is no flag {name}.{nearest(name, known)}")
 

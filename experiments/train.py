@@ -7,7 +7,7 @@ from rich.table import Table
 
 from experiments.flags import fail, parse_run
 from tpjax.config import ConfigError
-from tpjax.loop import Result, train
+from tpjax.loop import Diverged, Result, train
 from tpjax.memory.report import gib
 
 
@@ -15,7 +15,7 @@ def main() -> None:
     config = parse_run(__doc__ or "")
     try:
         result = train(config)
-    except ConfigError as error:
+    except (ConfigError, Diverged) as error:
         fail(str(error))
     Console().print(summary(result))
 
@@ -34,6 +34,7 @@ def summary(result: Result) -> Table:
         "live peak": f"not available, because {memory.live_peak_reason}"
         if memory.live_peak_bytes is None
         else f"{gib(memory.live_peak_bytes)} per device",
+        "text": f"{' '.join(config.data.corpus)}, tokens of {config.data.tokenizer}",
         "compilation": f"{result.compile_seconds:.1f} s",
     }
     if result.out is not None:

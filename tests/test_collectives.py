@@ -209,8 +209,9 @@ def test_peaks_fall_with_recomputation_and_all_state_is_reused():
         assert sizes is not None
         config = resolve(config, num_devices=4, platform="gpu")
         assert sizes.alias_size_in_bytes >= bytes_per_device(abstract_state(config, mesh))
-    assert peaks == sorted(peaks, reverse=True)
-    assert len(set(peaks)) == 4
+    none, dots, attention, full = peaks
+    assert none > dots > full
+    assert none > attention > full
 
 
 @pytest.mark.parametrize(("remat", "runs"), [("none", 1), ("attention", 1), ("full", 2)])

@@ -69,8 +69,27 @@ def test_default_mesh_goes_to_tensor_as_far_as_the_heads_allow():
 
     assert mesh_for("nano", 4, batch_size=8, seq_len=256) == "tensor=4"
     assert mesh_for("nano", 8, batch_size=8, seq_len=256) == "tensor=8"
+    assert mesh_for("nano", 4, batch_size=8, seq_len=1) == "tensor=4"
     assert mesh_for("smollm2-135m", 4, batch_size=8, seq_len=512) == "data=4"
     assert mesh_for("smollm2-135m", 6, batch_size=8, seq_len=96 * 3) == "data=2,tensor=3"
+
+
+def test_cudnn_attention_where_it_takes_the_shapes():
+    def attention(H: int, T: int, platform: str = "gpu", **memory) -> str:
+        config = dataclasses.replace(
+            preset_run("nano"),
+            model=dataclasses.replace(preset("nano"), head_dim=H),
+            data=DataConfig(seq_len=T),
+            memory=MemoryConfig(**memory),
+            mesh=MeshConfig(),
+        )
+        return resolve(config, num_devices=1, platform=platform).memory.attention
+
+    assert attention(64, 256) == "cudnn"
+    assert attention(64, 256, "cpu") == attention(64, 256, compute="fp32") == "xla"
+    assert attention(160, 256) == attention(20, 256) == attention(64, 255) == "xla"
+    with pytest.raises(ConfigError, match="needs an even seq_len, not 255; use --attention=xla"):
+        attention(64, 255, attention="cudnn")
 
 
 def test_automatic_chunks_stay_below_their_limit():
@@ -123,10 +142,12 @@ WRONG = {
     "loss_chunks=3 does not divide the 64 tokens per sequence of a device; it may be 1, 2, 4": (
         resolved(mesh=MeshConfig(tensor=4), memory=MemoryConfig(loss_chunks=3))
     ),
-    "attention=cudnn needs a GPU and compute=bf16": resolved(
+    "attention=cudnn needs a GPU and compute=bf16; use --attention=xla": resolved(
         memory=MemoryConfig(attention="cudnn")
     ),
     "no mesh of 7 devices fits nano": resolved(devices=7),
+    "warmup=100 must be below steps=50": resolved(steps=50, optim=OptimConfig(warmup=100)),
+    "rope factor=2.0 needs a kind that stretches": lambda: RopeConfig(factor=2.0),
 }
 
 
@@ -171,6 +192,7 @@ def test_flags_set_what_they_name():
     ("flags", "message"),
     [
         ("--remta=dots", "there is no flag --remta. Did you mean --remat"),
+        ("--no-tie_embeddings --lr=-1", "lr=-1.0 must be greater than 0."),
         ("--remat=dot", "invalid choice 'dot' for argument '--remat'"),
         ("--steps many", "--steps"),
         ("--batch-size", "--batch-size"),

@@ -41,7 +41,9 @@ def text_of(config: TrainConfig) -> list[str]:
 
 def test_every_format_gives_its_documents(tmp_path):
     (tmp_path / "a.txt").write_text("ein Text ohne Ende — ü")
-    (tmp_path / "b.jsonl").write_text('{"text": "one"}\n\n{"text": "two", "other": 1}')
+    (tmp_path / "b.jsonl").write_text(
+        '{"text": "one"}\n\n{"text": "two", "other": 1}\n{"text": ""}'
+    )
     table = pyarrow.table({"text": ["three", None, "four"], "id": [1, 2, 3]})
     pyarrow.parquet.write_table(table, tmp_path / "c.parquet")
     (tmp_path / "sub").mkdir()
@@ -82,7 +84,7 @@ def test_the_last_tenth_is_held_out(tmp_path):
     [
         ("empty.txt", b"", "has 0 tokens; seq_len=8 needs 20 or more"),
         ("short.txt", b"abc", "has 4 tokens; seq_len=8 needs 20 or more"),
-        ("latin.txt", "caf\xe9 ".encode("latin-1") * 9, "is not UTF-8 text (byte 3)"),
+        ("latin.txt", "caf\xe9 ".encode("latin-1") * 9, "is not UTF-8 text"),
         ("bad.jsonl", b'{"text": "a"}\n{"txt": 1}\n', "line 2 is not a JSON object with a"),
         ("number.jsonl", b"3\n", "line 1 is not a JSON object with a"),
         ("fake.parquet", b"not parquet", "is not a Parquet file"),

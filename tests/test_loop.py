@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from conftest import TINY
 
 from experiments.train import summary
 from tpjax.config import ConfigError, DataConfig, MeshConfig, OptimConfig, TrainConfig
-from tpjax.loop import train
+from tpjax.loop import Diverged, train
 
 ROOT = Path(__file__).parent.parent
 
@@ -76,10 +77,39 @@ def test_a_dry_run_compiles_and_leaves_nothing(config):
     assert "nothing was trained" in "".join(map(str, summary(result).columns[1].cells))
 
 
+def test_times_are_of_the_step_they_stand_beside(config):
+    """Evaluation counts for no step, and no step for another."""
+    train(dataclasses.replace(config, steps=20, eval_every=4))
+    lines = [json.loads(x) for x in Path(config.out, "metrics.jsonl").read_text().splitlines()]
+    times = [line["step_ms"] for line in lines if "step_ms" in line][1:]
+    assert min(times) > 0.2 * statistics.median(times)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(config):
+    wild = dataclasses.replace(config, optim=OptimConfig(lr=1e30, min_lr=1e30, warmup=0, clip=0))
+    with pytest.raises(Diverged, match=r"the loss of step \d+ is (nan|inf); lower --lr"):
+        train(wild)
+    lines = Path(config.out, "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1], parse_constant=pytest.fail)["loss"] is None
+
+
+def test_evaluation_needs_no_more_than_a_part_of_the_batch(config):
+    """Eight parts of the batch, one at a time, in evaluation too."""
+    whole = train(dataclasses.replace(config, dry_run=True, mesh=MeshConfig(tensor=4)))
+    parts = dataclasses.replace(config.data, accumulate=8)
+    split = train(dataclasses.replace(config, dry_run=True, mesh=MeshConfig(tensor=4), data=parts))
+    temporaries = [
+        r.memory.compiled_peak_bytes - r.memory.parameters_bytes - r.memory.moments_bytes
+        for r in (whole, split)
+    ]
+    assert temporaries[1] < 0.75 * temporaries[0]
+
+
 def test_a_folder_that_cannot_be_written_is_named(config, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be written"):
-        train(dataclasses.replace(config, out=str(tmp_path / "file" / "run")))
+    for dry_run in (False, True):
+        with pytest.raises(ConfigError, match="cannot be written"):
+            train(dataclasses.replace(config, out=str(tmp_path / "file" / "run"), dry_run=dry_run))
 
 
 def python(*args: str, **environment: str) -> subprocess.CompletedProcess:

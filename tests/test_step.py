@@ -94,8 +94,7 @@ def test_low_precision_steps_round_alike_on_every_mesh():
     _, one = three_steps(tiny_config(**settings))
     _, many = three_steps(tiny_config("fsdp=2,tensor=2", **settings))
     assert one.params["embedding"].dtype == jnp.bfloat16
-    same = jax.tree.map(lambda a, b: (a == b).mean(), one.params, many.params)
-    assert min(jax.tree.leaves(same)) > 0.97
+    assert (flat(one.params) == flat(many.params)).mean() > 0.985
 
 
 def test_rounding_depends_on_seed_and_step():
@@ -209,7 +208,7 @@ def test_tokens_that_do_not_count_are_left_out():
     valid = np.arange(32) < counts[:, None]
     batch = dataclasses.replace(batch, valid_BT=jax.device_put(valid, batch.valid_BT.sharding))
     state = initial_state(config, mesh)
-    evaluate = lower_eval_step(config, mesh).compile()
+    evaluate = lower_eval_step(tiny_config("data=2,tensor=2"), mesh).compile()
     zero = jax.device_put((np.float32(0), np.int32(0)), jax.NamedSharding(mesh, jax.P()))
     total, count = evaluate(state.params, zero, batch)
     new, metrics = lower_train_step(config, mesh).compile()(state, batch)

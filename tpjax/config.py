@@ -77,6 +77,10 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         _check_fields(self, positive="theta factor attention_factor beta_fast beta_slow")
+        require(
+            self.kind != "default" or self.factor == 1,
+            f"rope factor={self.factor} needs a kind that stretches; kind=default does not.",
+        )
         if self.kind in ("dynamic", "llama3", "yarn"):
             require(
                 self.original_max_seq_len > 0,
@@ -143,7 +147,7 @@ class ModelConfig:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Letter → size, for the letters a model has by itself."""
+        """Letter → size, for the letters a model has by itself; T is its longest sequence."""
         return {
             "V": self.padded_vocab_size,
             "D": self.embed_dim,
@@ -276,6 +280,11 @@ class DataConfig:
     def __post_init__(self) -> None:
         _check_fields(self, positive="batch_size seq_len accumulate")
         require(len(self.corpus) > 0, "corpus names no file; give stdlib, a file or a folder.")
+
+    @property
+    def part_size(self) -> int:
+        """Sequences that are swept at once: a part of the batch, and a batch of evaluation."""
+        return self.batch_size // self.accumulate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from tpjax.state import Batch
 SUFFIXES = (".txt", ".py", ".md", ".jsonl", ".parquet")
 VALIDATION_SHARE = 10  # the last tenth of the text is held out …
 MAX_VALIDATION_TOKENS = 131_072  # … or this much of it, so that evaluation stays quick
-_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib"})
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>")
 
 
@@ -64,7 +65,7 @@ class FileTokenizer:
             self._tokenizer = HuggingFaceTokenizer.from_file(path)
         except Exception as error:  # the library raises bare Exceptions
             raise ConfigError(f"tokenizer {path} cannot be read: {error}") from error
-        self.vocab_size = self._tokenizer.get_vocab_size()
+        self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1  # ids may have gaps
         found = (self._tokenizer.token_to_id(name) for name in _END_OF_TEXT)
         self.end_of_text = next((token for token in found if token is not None), None)
 
@@ -132,31 +133,27 @@ def _documents(data: DataConfig) -> Iterator[str]:
         if path.is_file():
             yield from _read(path)
             continue
-        files = _library_files(path) if name == "stdlib" else _files(path)
+        stdlib = name == "stdlib"
+        files = (
+            _files(path, (".py",), _NOT_LIBRARY) if stdlib else _files(path, SUFFIXES, frozenset())
+        )
         if not files:
             raise ConfigError(f"corpus {name} holds no {', '.join(SUFFIXES)} file.")
         for file in files:
             yield from _read(file)
 
 
-def _files(folder: Path) -> list[Path]:
+def _files(folder: Path, suffixes: tuple[str, ...], skip: frozenset[str]) -> list[Path]:
     """The folder's text files, in an order that mixes its parts and never changes."""
-    inside = folder.resolve()
-    files = [
-        path
-        for path in folder.rglob("*")
-        if path.suffix in SUFFIXES and path.is_file() and path.resolve().is_relative_to(inside)
-    ]
+    inside, files = folder.resolve(), []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in skip]
+        paths = (Path(parent, name) for name in names)
+        files += [path for path in paths if path.suffix in suffixes and path.is_file()]
+    files = [path for path in files if path.resolve().is_relative_to(inside)]
     return sorted(
         files, key=lambda p: hashlib.sha256(p.relative_to(folder).as_posix().encode()).digest()
     )
-
-
-def _library_files(folder: Path) -> list[Path]:
-    def wanted(path: Path) -> bool:
-        return path.suffix == ".py" and not _NOT_LIBRARY & set(path.relative_to(folder).parts)
-
-    return [path for path in _files(folder) if wanted(path)]
 
 
 def _read(path: Path) -> Iterator[str]:
@@ -168,15 +165,12 @@ def _read(path: Path) -> Iterator[str]:
             yield from _read_parquet(path)
         elif path.suffix == ".jsonl":
             with path.open(encoding="utf-8") as lines:
-                yield from (
-                    _json_text(path, i, line) for i, line in enumerate(lines, 1) if line.strip()
-                )
+                texts = (_json_text(path, i, x) for i, x in enumerate(lines, 1) if x.strip())
+                yield from filter(None, texts)
         elif text := path.read_text(encoding="utf-8"):
             yield text
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"corpus {path} is not UTF-8 text (byte {error.start}); convert it first."
-        ) from error
+        raise ConfigError(f"corpus {path} is not UTF-8 text; convert it first.") from error
     except OSError as error:
         raise ConfigError(f"corpus {path} cannot be read: {error.strerror or error}.") from error
 

@@ -20,7 +20,7 @@ from tpjax.config import TrainConfig
 from tpjax.layers import gather_fsdp
 from tpjax.mesh import BATCH, TENSOR
 from tpjax.sharding import activation_spec, weight_spec
-from tpjax.state import graph
+from tpjax.state import graph, purpose_key
 
 TEMPERATURE = 0.8
 
@@ -36,7 +36,7 @@ def sample(
     with jax.set_mesh(mesh):
         tokens_BT = jax.device_put(tokens, activation_spec("BT"))
         run = jax.jit(partial(_decode, config), static_argnums=(2, 3))
-        done = run(params, tokens_BT, len(prompt), count, jax.random.key(seed))
+        done = run(params, tokens_BT, len(prompt), count, purpose_key(seed, "sampling"))
     row = np.asarray(done.addressable_shards[0].data)[0]
     return row[len(prompt) : len(prompt) + count].tolist()
 

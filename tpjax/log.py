@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 
@@ -70,7 +71,9 @@ class RunLog:
         self._last = time.perf_counter()  # the next step's time is without the evaluation
 
     def _write(self, line: dict) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        for name, value in line.items():
-            if name != "step" and isinstance(value, int | float):
+        numbers = {n: v for n, v in line.items() if isinstance(v, int | float)}
+        unknown = {n: None for n, v in numbers.items() if not math.isfinite(v)}  # NaN is no JSON
+        self._file.write(json.dumps(line | unknown) + "\n")
+        for name, value in numbers.items():
+            if name != "step":
                 self._events.add_scalar(name, value, line["step"])

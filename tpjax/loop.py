@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import os
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +30,10 @@ from tpjax.state import TrainState, abstract_state, create_state
 from tpjax.step import lower_eval_step, lower_train_step
 
 PROMPT_TOKENS, SAMPLE_TOKENS = 24, 120
+
+
+class Diverged(Exception):
+    """A loss that is not a finite number, in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,20 +61,28 @@ class _Run:
     tokenizer: Tokenizer
     batches: TrainBatches
     held_out: EvalBatches
+    out: Path
     step: jax.stages.Compiled
     eval_step: jax.stages.Compiled
+    compile_seconds: float
 
     @property
     def devices(self) -> list:
         return list(self.mesh.local_devices)
 
-    def wait(self, results):
-        """`results`, on simulated devices once they are there.
+    @property
+    def steps_ahead(self) -> int:
+        """Steps sent to the devices before the last one is logged.
 
-        Their threads come from a pool hardly larger than the number of devices:
-        programs sent ahead can fill it and wait for ever for the one before.
+        None to simulated ones: their threads come from a pool hardly larger than
+        the number of devices, and programs sent ahead can fill it and wait for
+        ever for the one before.
         """
-        return jax.block_until_ready(results) if _platform(self.devices) == "cpu" else results
+        return 0 if self.devices[0].platform == "cpu" else 1
+
+    def wait(self, results):
+        """`results`, once they are there where nothing may be sent ahead."""
+        return results if self.steps_ahead else jax.block_until_ready(results)
 
     def evaluate(self, params: dict) -> float:
         """Mean loss over all held-out tokens: sums and counts, divided once."""
@@ -86,19 +101,19 @@ def train(config: TrainConfig) -> Result:
     Raises:
         ConfigError: the configuration, the corpus or the folder is wrong;
             nothing has been trained by then.
+        Diverged: a loss is not finite.
     """
-    start = time.perf_counter()
     run = _prepare(config)
-    config = run.config
+    config, out = run.config, run.out
     result = Result(
         config=config,
-        platform=_platform(run.devices),
-        compile_seconds=time.perf_counter() - start,
+        platform=run.devices[0].platform,
+        compile_seconds=run.compile_seconds,
         memory=_predicted(run),
     )
     if config.dry_run:
         return result
-    out = _open_folder(config)
+    _open_folder(out, config)
     state = run.wait(create_state(config, run.mesh))
     with RunLog(out, config.steps) as log:
         state, train_loss, eval_loss, seconds = _steps(run, state, log)
@@ -123,18 +138,24 @@ def train(config: TrainConfig) -> Result:
 def _steps(run: _Run, state: TrainState, log: RunLog) -> tuple[TrainState, float, float, float]:
     """All steps and evaluations: final state, last train and validation loss, and the
     seconds that the steps took."""
-    config = run.config
-    pending, train_loss, eval_loss, eval_seconds = None, float("nan"), float("nan"), 0.0
+    config, pending = run.config, deque()
+    train_loss, eval_loss, eval_seconds = float("nan"), float("nan"), 0.0
     start = time.perf_counter()
     for step in range(1, config.steps + 1):
         batch = place(run.batches.rows(step - 1), run.mesh)
         state, metrics = run.wait(run.step(state, batch))
-        if pending is not None:  # the step before, while this one runs
-            log.step(*pending, live_peak(run.devices))
-        pending = (step, metrics)
-        if step == config.steps or (config.eval_every and step % config.eval_every == 0):
-            train_loss = log.step(*pending, live_peak(run.devices))
-            pending, begun = None, time.perf_counter()
+        pending.append((step, metrics))
+        evaluates = step == config.steps or (config.eval_every and step % config.eval_every == 0)
+        while len(pending) > (0 if evaluates else run.steps_ahead):
+            logged, values = pending.popleft()
+            train_loss = log.step(logged, values, live_peak(run.devices))
+            if not math.isfinite(train_loss):
+                raise Diverged(
+                    f"the loss of step {logged} is {train_loss}; lower --lr or clip the gradient "
+                    f"(--clip {config.optim.clip}). The run up to there is in {run.out}."
+                )
+        if evaluates:
+            begun = time.perf_counter()
             eval_loss = run.evaluate(state.params)
             log.evaluation(step, eval_loss)
             eval_seconds += time.perf_counter() - begun
@@ -142,56 +163,68 @@ def _steps(run: _Run, state: TrainState, log: RunLog) -> tuple[TrainState, float
 
 
 def _prepare(config: TrainConfig) -> _Run:
+    """Everything that can fail, before anything is trained or written."""
+    out = _free_folder(config)
     devices = start_devices(config.devices)
-    config = resolve(config, num_devices=len(devices), platform=_platform(devices))
+    config = resolve(config, num_devices=len(devices), platform=devices[0].platform)
     assert config.mesh is not None  # resolved
     mesh = make_mesh(config.mesh, config.model, devices)
     tokenizer = load_tokenizer(config)
     corpus = load_corpus(config, tokenizer)
-    shape = (config.data.batch_size, config.data.seq_len)
+    start = time.perf_counter()
+    step = lower_train_step(config, mesh).compile()
+    eval_step = lower_eval_step(config, mesh).compile()
+    data = config.data
     return _Run(
         config=config,
         mesh=mesh,
         tokenizer=tokenizer,
-        batches=TrainBatches(corpus.train, *shape, seed=config.seed),
-        held_out=EvalBatches(corpus.validation, *shape),
-        step=lower_train_step(config, mesh).compile(),
-        eval_step=lower_eval_step(config, mesh).compile(),
+        batches=TrainBatches(corpus.train, data.batch_size, data.seq_len, config.seed),
+        held_out=EvalBatches(corpus.validation, data.part_size, data.seq_len),
+        out=out,
+        step=step,
+        eval_step=eval_step,
+        compile_seconds=time.perf_counter() - start,
     )
 
 
-def _platform(devices: list) -> str:
-    return "cpu" if devices[0].platform == "cpu" else "gpu"
-
-
 def _predicted(run: _Run) -> MemoryReport:
+    """The peak is that of a training step, or of an evaluation beside the moments."""
     state = abstract_state(run.config, run.mesh)
+    moments_bytes = bytes_per_device(state.opt_state)
     return MemoryReport(
         parameters_bytes=bytes_per_device(state.params),
-        moments_bytes=bytes_per_device(state.opt_state),
-        compiled_peak_bytes=peak_bytes(run.step),
+        moments_bytes=moments_bytes,
+        compiled_peak_bytes=max(peak_bytes(run.step), peak_bytes(run.eval_step) + moments_bytes),
         live_peak_bytes=None,
         live_peak_reason="nothing has run",
     )
 
 
-def _open_folder(config: TrainConfig) -> Path:
-    """The run's folder, with its configuration in it."""
+def _free_folder(config: TrainConfig) -> Path:
+    """The folder for the run, not made yet."""
     out = Path(config.out or f"runs/{config.model.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if (out / "metrics.jsonl").exists():
+        raise ConfigError(f"out {out} holds a run already; name another folder.")
+    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ConfigError(f"out {out} cannot be written: {there} is no folder to write to.")
+    return out
+
+
+def _open_folder(out: Path, config: TrainConfig) -> None:
+    """Makes the run's folder, with its configuration in it."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        if (out / "metrics.jsonl").exists():
-            raise ConfigError(f"out {out} holds a run already; name another folder.")
         (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"out {out} cannot be written: {error.strerror}.") from error
-    return out
 
 
 def _sample(run: _Run, params: dict) -> tuple[str, str]:
     """The start of the held-out text, and what the model makes of it."""
     config, T = run.config, run.config.data.seq_len
-    prompt = run.held_out.tokens[: min(PROMPT_TOKENS, T // 2)]
+    prompt = run.held_out.tokens[: min(PROMPT_TOKENS, max(T // 2, 1))]
     count = min(SAMPLE_TOKENS, T - len(prompt))
     tokens = sample(config, run.mesh, params, prompt, count, config.seed)
     return run.tokenizer.decode(prompt.tolist()), run.tokenizer.decode(tokens)

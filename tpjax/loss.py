@@ -1,8 +1,9 @@
 """Next-token cross entropy, vocabulary-parallel and in chunks of the sequence.
 
-One chunk of logits, float32 [B, T/chunks, V/tensor] per device, is all that is
-ever alive. The gradient is made in the same sweep: what is kept for the
-backward pass is that of x_BTD and of the head, and no logits are made twice.
+Logits, and what is computed from them, exist for one chunk at a time: float32
+[B, T/chunks, V/tensor] per device. The gradient is made in the same sweep: what
+is kept for the backward pass is that of x_BTD and of the head, and no logits
+are made twice.
 
 Letters: B batch, T sequence, D model width, V vocabulary; C = T/chunks, R = B·C rows.
 """

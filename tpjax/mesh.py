@@ -59,7 +59,7 @@ def start_devices(num_simulated: int) -> list:
     JAX compiles is kept on disk from here on, so that the next run starts fast.
 
     Raises:
-        ConfigError: JAX has started with fewer CPU devices.
+        ConfigError: JAX has started with fewer CPU devices, or on other accelerators.
     """
     if not gpu_driver_present() and "JAX_PLATFORMS" not in os.environ:
         # A CUDA plugin without a driver would print a traceback at start.
@@ -70,6 +70,8 @@ def start_devices(num_simulated: int) -> list:
     with contextlib.suppress(RuntimeError):  # JAX has started: checked below
         jax.config.update("jax_num_cpu_devices", num_simulated)
     devices = jax.devices()
+    if devices[0].platform not in ("cpu", "gpu"):
+        raise ConfigError(f"tpjax trains on GPUs and CPUs, not on {devices[0].platform}.")
     if devices[0].platform != "cpu" or jax.process_count() > 1:
         return devices
     if len(devices) < num_simulated:

@@ -73,7 +73,7 @@ def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
         init_value=config.lr / (warmup + 1),
         peak_value=config.lr,
         warmup_steps=warmup,
-        decay_steps=max(steps, warmup + 1),
+        decay_steps=max(steps - 1, warmup + 1),
         end_value=config.min_lr,
     )
 
@@ -123,10 +123,12 @@ def update_layer(
 ) -> tuple:
     """`update` of one layer or of the rest: added in float32, stored as parameters are."""
     update_key, store_key = jax.random.split(key)
-    updates, state = optimizer.update(gradients, state, params, key=update_key)
+    exact = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    updates, state = optimizer.update(gradients, state, exact, key=update_key)
     params = jax.tree.map(
-        lambda p, u, key: precision.store(p.astype(jnp.float32) + u, p.dtype, key),
+        lambda p, x, u, key: precision.store(x + u, p.dtype, key),
         params,
+        exact,
         updates,
         _tree_keys(store_key, params),
     )

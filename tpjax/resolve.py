@@ -6,6 +6,7 @@ Fills in what is automatic and checks every size that an axis has to divide.
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from tpjax.config import ConfigError, MeshConfig, ModelConfig, TrainConfig, require
 
@@ -19,37 +20,53 @@ def resolve(config: TrainConfig, *, num_devices: int, platform: str) -> TrainCon
         num_devices: devices there are (or are planned for), over all processes.
         platform: "gpu" or "cpu".
     """
-    model, memory = config.model, config.memory
+    model, memory, optim = config.model, config.memory, config.optim
     if memory.tie_embeddings is not None:
         model = dataclasses.replace(model, tie_embeddings=memory.tie_embeddings)
     config = dataclasses.replace(config, model=model)
     mesh = config.mesh or _default_mesh(config, num_devices)
     _check_mesh(config, mesh, num_devices)
+    if optim.warmup is None:
+        optim = dataclasses.replace(optim, warmup=config.steps // 10)
+    elif optim.warmup >= config.steps:
+        raise ConfigError(
+            f"warmup={optim.warmup} must be below steps={config.steps}, or the learning rate never "
+            "gets there; shorten --warmup."
+        )
     compute = memory.compute
     if compute == "auto":
         compute = "bf16" if platform == "gpu" else "fp32"
-    attention = memory.attention
-    if attention == "auto":
-        attention = "cudnn" if platform == "gpu" and compute == "bf16" else "xla"
-    require(
-        attention != "cudnn" or (platform == "gpu" and compute == "bf16"),
-        "attention=cudnn needs a GPU and compute=bf16; use --attention=xla.",
-    )
-    sequence_parallel = memory.sequence_parallel and mesh.tensor > 1 and config.data.seq_len > 1
     memory = dataclasses.replace(
         memory,
         compute=compute,
-        attention=attention,
-        sequence_parallel=sequence_parallel,
+        attention=_attention(config, compute, platform),
+        sequence_parallel=_splits_sequence(config) and mesh.tensor > 1,
         tie_embeddings=model.tie_embeddings,
     )
-    optim = config.optim
-    if optim.warmup is None:
-        optim = dataclasses.replace(optim, warmup=config.steps // 10)
     config = dataclasses.replace(config, mesh=mesh, memory=memory, optim=optim, devices=num_devices)
     return dataclasses.replace(
         config, memory=dataclasses.replace(memory, loss_chunks=_loss_chunks(config, mesh))
     )
+
+
+def _attention(config: TrainConfig, compute: str, platform: str) -> Literal["cudnn", "xla"]:
+    """cuDNN's attention where it takes the shapes, which it is strict about."""
+    H, T = config.model.head_dim, config.data.seq_len
+    obstacles = {
+        "a GPU": platform == "gpu",
+        "compute=bf16": compute == "bf16",
+        f"a head width of at most 128 and a multiple of 8, not {H}": H <= 128 and H % 8 == 0,
+        f"an even seq_len, not {T}": T % 2 == 0,
+    }
+    missing = [need for need, met in obstacles.items() if not met]
+    if config.memory.attention == "cudnn" and missing:
+        raise ConfigError(f"attention=cudnn needs {' and '.join(missing)}; use --attention=xla.")
+    return "xla" if missing or config.memory.attention == "xla" else "cudnn"
+
+
+def _splits_sequence(config: TrainConfig) -> bool:
+    """Whether a tensor axis would shard the sequence of the residual stream."""
+    return config.memory.sequence_parallel and config.data.seq_len > 1
 
 
 def _divisors(number: int) -> list[int]:
@@ -68,15 +85,18 @@ def _tensor_sizes(model: ModelConfig) -> list[int]:
 def _default_mesh(config: TrainConfig, num_devices: int) -> MeshConfig:
     """All devices on `tensor` as far as the model allows, the rest on `data`."""
     data = config.data
-    rows = data.batch_size // data.accumulate
-    for tensor in reversed(_tensor_sizes(config.model)):
-        sequence_splits = not config.memory.sequence_parallel or data.seq_len % tensor == 0
-        if num_devices % tensor == 0 and rows % (num_devices // tensor) == 0 and sequence_splits:
+    sizes = [
+        tensor
+        for tensor in _tensor_sizes(config.model)
+        if not _splits_sequence(config) or data.seq_len % tensor == 0
+    ]
+    for tensor in reversed(sizes):
+        if num_devices % tensor == 0 and data.part_size % (num_devices // tensor) == 0:
             return MeshConfig(data=num_devices // tensor, tensor=tensor)
     raise ConfigError(
-        f"no mesh of {num_devices} devices fits {config.model.name} with batch_size="
-        f"{data.batch_size}, accumulate={data.accumulate}: tensor may be "
-        f"{_tensor_sizes(config.model)}, and the other devices must divide batch_size/accumulate."
+        f"no mesh of {num_devices} devices fits {config.model.name}: with seq_len={data.seq_len} "
+        f"tensor may be {', '.join(map(str, sizes))} (more of them: --no-sequence-parallel), and "
+        f"the other devices must divide batch_size/accumulate={data.part_size}."
     )
 
 
@@ -110,7 +130,7 @@ def _check_mesh(config: TrainConfig, mesh: MeshConfig, num_devices: int) -> None
         data.seq_len <= longest or model.rope is not None,
         f"seq_len={data.seq_len} exceeds the {longest} learned positions of {model.name}.",
     )
-    if config.memory.sequence_parallel and data.seq_len > 1:
+    if _splits_sequence(config):
         require(
             data.seq_len % mesh.tensor == 0,
             f"seq_len={data.seq_len} does not split over tensor={mesh.tensor}; use a multiple of "
@@ -121,7 +141,7 @@ def _check_mesh(config: TrainConfig, mesh: MeshConfig, num_devices: int) -> None
 def _loss_chunks(config: TrainConfig, mesh: MeshConfig) -> int:
     """Chunks of the sequence in the loss; each divides a device's tokens evenly."""
     data, V = config.data, config.model.padded_vocab_size
-    tokens = data.seq_len // (mesh.tensor if config.memory.sequence_parallel else 1)
+    tokens = data.seq_len // (mesh.tensor if _splits_sequence(config) else 1)
     if chunks := config.memory.loss_chunks:
         require(
             tokens % chunks == 0,
@@ -129,7 +149,7 @@ def _loss_chunks(config: TrainConfig, mesh: MeshConfig) -> int:
             f"it may be {', '.join(map(str, _divisors(tokens)))}.",
         )
         return chunks
-    rows = data.batch_size // (mesh.data * mesh.fsdp * data.accumulate)
+    rows = data.part_size // (mesh.data * mesh.fsdp)
     logits_bytes = rows * data.seq_len * (V // mesh.tensor) * 4
     fitting = [c for c in _divisors(tokens) if logits_bytes / c <= MAX_LOGITS_CHUNK_BYTES]
     return fitting[0] if fitting else tokens

@@ -23,7 +23,7 @@ def weight_spec(letters: str, *, gathered: bool = False) -> P:
     Vectors over D (norm gains, biases) are whole on every device: gathering
     them would cost more time than keeping them costs memory.
     """
-    whole_D = gathered or letters.removeprefix("L") == "D"
+    whole_D = gathered or letters == "D"
     return P(*(None if letter == "D" and whole_D else _WEIGHT.get(letter) for letter in letters))
 
 

@@ -24,7 +24,7 @@ from tpjax.precision import DTYPES
 from tpjax.sharding import activation_spec
 
 
-@partial(jax.tree_util.register_dataclass)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
     """Everything that a step changes, and the seed of its rounding.
@@ -42,7 +42,7 @@ class TrainState:
     opt_state: dict
 
 
-@partial(jax.tree_util.register_dataclass)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Batch:
     """Tokens to read, tokens to predict, and which predictions count (bool)."""
@@ -52,13 +52,21 @@ class Batch:
     valid_BT: Array
 
 
+_PURPOSES = ("init", "rounding", "sampling")
+
+
+def purpose_key(seed: Array | int, purpose: str) -> Array:
+    """The run's key for one use of chance; no two uses share a key."""
+    return jax.random.fold_in(jax.random.key(seed), _PURPOSES.index(purpose))
+
+
 def graph(config: TrainConfig) -> nnx.GraphDef:
     """The model without its arrays; `nnx.merge` puts parameters back in. Needs the mesh set."""
     return jax.eval_shape(partial(_split_model, config), 0)[0]
 
 
 def _split_model(config: TrainConfig, seed: Array | int) -> tuple[nnx.GraphDef, dict]:
-    rngs = nnx.Rngs(params=jax.random.key(seed))
+    rngs = nnx.Rngs(params=purpose_key(seed, "init"))
     graph, params = nnx.split(Transformer(config.model, config.memory, rngs))
     return graph, nnx.to_pure_dict(params)
 
@@ -86,9 +94,9 @@ def abstract_state(config: TrainConfig, mesh: Mesh) -> TrainState:
     return jax.tree.map(place, state)
 
 
-def abstract_batch(config: TrainConfig, mesh: Mesh) -> Batch:
-    """Shape, dtype and sharding of the global batch of one step."""
-    shape = (config.data.batch_size, config.data.seq_len)
+def abstract_batch(config: TrainConfig, mesh: Mesh, rows: int) -> Batch:
+    """Shape, dtype and sharding of a global batch of `rows` sequences."""
+    shape = (rows, config.data.seq_len)
     sharding = NamedSharding(mesh, activation_spec("BT"))
     tokens: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
     valid: Any = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=sharding)

@@ -18,7 +18,15 @@ from tpjax import optim
 from tpjax.config import TrainConfig
 from tpjax.loss import next_token_loss
 from tpjax.sharding import activation_spec
-from tpjax.state import Batch, TrainState, abstract_batch, abstract_state, graph, optimizer_of
+from tpjax.state import (
+    Batch,
+    TrainState,
+    abstract_batch,
+    abstract_state,
+    graph,
+    optimizer_of,
+    purpose_key,
+)
 
 
 def loss_sum(config: TrainConfig, params: dict, batch: Batch) -> Array:
@@ -79,8 +87,8 @@ def train_step(
     loss, gradients = loss_and_gradients(config, state.params, batch)
     norm = optim.global_norm(gradients)
     scale = optim.clip_scale(norm, config.optim.clip)
-    gradients = jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradients)
-    key = jax.random.fold_in(jax.random.key(state.seed), state.step)
+    gradients = jax.tree.map(lambda g: g.astype(jnp.float32) * scale, gradients)
+    key = jax.random.fold_in(purpose_key(state.seed, "rounding"), state.step)
     params, opt_state = optim.update(
         optimizer_of(config), gradients, state.opt_state, state.params, key
     )
@@ -115,11 +123,11 @@ def lower_train_step(config: TrainConfig, mesh: Mesh) -> jax.stages.Lowered:
             donate_argnums=0 if config.memory.donate else (),
             out_shardings=(shardings, None),
         )
-        return step.lower(state, abstract_batch(config, mesh))
+        return step.lower(state, abstract_batch(config, mesh, config.data.batch_size))
 
 
 def lower_eval_step(config: TrainConfig, mesh: Mesh) -> jax.stages.Lowered:
-    """`eval_step` for the mesh."""
+    """`eval_step` for the mesh, on as many rows as a part of the step's batch has."""
     whole = NamedSharding(mesh, P())
     totals = (
         jax.ShapeDtypeStruct((), jnp.float32, sharding=whole),
@@ -128,4 +136,4 @@ def lower_eval_step(config: TrainConfig, mesh: Mesh) -> jax.stages.Lowered:
     params = abstract_state(config, mesh).params
     with jax.set_mesh(mesh):
         step = jax.jit(partial(eval_step, config), out_shardings=(whole, whole))
-        return step.lower(params, totals, abstract_batch(config, mesh))
+        return step.lower(params, totals, abstract_batch(config, mesh, config.data.part_size))

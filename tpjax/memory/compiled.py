@@ -25,11 +25,12 @@ from tpjax.step import lower_train_step
 ABSENT_GPU_OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 _ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2}
-_ITEM_BYTES |= {"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
+_ITEM_BYTES |= {"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8}
+_ITEM_BYTES |= {"f8e4m3fn": 1, "f8e5m2": 1}
 
 _COLLECTIVE = re.compile(
     r"= (?P<result>.*?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|"
-    r"ragged-all-to-all|collective-permute|collective-broadcast)(-start)?\((?P<rest>.*)"
+    r"ragged-all-to-all|collective-permute|collective-broadcast)(-start)?\((?P<operands>[^)]*)\)"
 )
 _NAMED_GROUPS = re.compile(
     r"replica_groups=mesh\[(.*?)\]"
@@ -46,8 +47,7 @@ class Collective:
         kind: XLA's name, such as "all-gather".
         axes: the mesh axes it runs over.
         group_size: how many devices talk to each other.
-        dtype, shape: of its larger side (gathered, or before scattering), per device;
-            of the result where XLA shows no more.
+        dtype, shape: of its larger side (gathered, or before scattering), per device.
         bytes: of its larger side, per device and run.
         per_step: times it runs per call of the program.
         source: the operation it comes from.
@@ -163,11 +163,14 @@ def _runs_per_step(computations: dict[str, list[str]]) -> dict[str, int]:
         for line in computations.get(name, ()):
             if body := re.search(r" while\(.*body=%?([\w.\-]+)", line):
                 trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
-                visit(body[1], times * (int(trips[1]) if trips else 1))
+                if trips is None:
+                    raise ValueError(f"a loop of unknown length: {line.strip()[:200]}")
+                visit(body[1], times * int(trips[1]))
             for called in re.findall(
-                r"(?:calls|async_wrapped|branch_computations)=\{?%?([\w.\-]+)", line
+                r"(?:calls|async_wrapped|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)", line
             ):
-                visit(called, times)
+                for name_called in re.findall(r"[\w.\-]+", called):
+                    visit(name_called, times)
 
     visit("", 1)
     return runs
@@ -177,12 +180,18 @@ def _collectives(match: re.Match, runs: int, line: str, mesh: Mesh) -> list[Coll
     """One entry for each array that the instruction moves."""
     kind, groups = match["kind"], _replica_groups(line)
     group_size = groups.shape[1]
-    arrays, scale = _ARRAY.findall(match["result"]), 1
-    if "-start(" in line and kind != "all-reduce":  # shows operands, then results
-        half = len(arrays) // 2
-        arrays = arrays[:half] if kind == "reduce-scatter" else arrays[half:]
-    elif kind == "reduce-scatter":
-        scale = group_size  # shows results, the smaller side
+    arrays = [
+        (dtype, [int(d) for d in dims.split(",") if d])
+        for dtype, dims in _ARRAY.findall(match["result"])
+    ]
+    operands = match["operands"].count("%")
+    if len(arrays) >= 2 * operands:  # an asynchronous one may show operands, then results
+        arrays = arrays[:operands] if kind == "reduce-scatter" else arrays[operands : 2 * operands]
+    elif kind == "reduce-scatter":  # shows results, the smaller side
+        scattered = re.search(r"dimensions=\{(\d+)\}", line)
+        assert scattered is not None, line
+        for _, shape in arrays:
+            shape[int(scattered[1])] *= group_size
     source = re.search(r'op_name="([^"]*)"', line)
     return [
         Collective(
@@ -190,17 +199,13 @@ def _collectives(match: re.Match, runs: int, line: str, mesh: Mesh) -> list[Coll
             axes=_axes(groups[0], mesh),
             group_size=group_size,
             dtype=dtype,
-            shape=tuple(int(d) for d in dims.split(",") if d),
-            bytes=_array_bytes(dtype, dims) * scale,
+            shape=tuple(shape),
+            bytes=math.prod(shape) * _ITEM_BYTES[dtype],
             per_step=runs,
             source=source[1] if source else "",
         )
-        for dtype, dims in arrays
+        for dtype, shape in arrays
     ]
-
-
-def _array_bytes(dtype: str, dims: str) -> int:
-    return math.prod(int(d) for d in dims.split(",") if d) * _ITEM_BYTES.get(dtype, 4)
 
 
 def _replica_groups(line: str) -> np.ndarray:
