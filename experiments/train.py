@@ -34,7 +34,7 @@ def summary(result: Result) -> Table:
         "live peak": f"not available, because {memory.live_peak_reason}"
         if memory.live_peak_bytes is None
         else f"{gib(memory.live_peak_bytes)} per device",
-        "text": f"{' '.join(config.data.corpus)}, tokens of {config.data.tokenizer}",
+        "text": f"{' '.join(config.data.corpus)}, tokenizer {config.data.tokenizer}",
         "compilation": f"{result.compile_seconds:.1f} s",
     }
     if result.out is not None:
