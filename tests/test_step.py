@@ -232,6 +232,17 @@ def test_recomputation_saves_memory_on_the_cpu_too():
     assert peaks[0] > peaks[1] > peaks[2]
 
 
+def test_gradients_are_clipped_to_the_norm():
+    """After one step the first moment is a tenth of the clipped gradient."""
+    config = tiny_config("fsdp=2,tensor=2", optim=OptimConfig(warmup=0, beta1=0.9, clip=0.01))
+    mesh = mesh_of(config)
+    step, state = lower_train_step(config, mesh).compile(), initial_state(config, mesh)
+    state, metrics = step(state, random_batch(config, mesh))
+    assert float(metrics["grad_norm"]) > 0.1
+    mu = flat(to_numpy([state.opt_state[part][0].mu for part in ("rest", "blocks")]))
+    assert np.linalg.norm(mu) == pytest.approx(0.1 * 0.01, rel=1e-4)
+
+
 def test_loss_falls_and_state_counts():
     config = tiny_config("tensor=4", steps=30, optim=OptimConfig(lr=1e-2, min_lr=1e-3, warmup=0))
     mesh = mesh_of(config)
