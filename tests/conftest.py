@@ -15,11 +15,11 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
-from jax.sharding import Mesh  # noqa: E402
+import numpy as np
+import pytest
+from jax.sharding import Mesh
 
-from tpjax.config import (  # noqa: E402
+from tpjax.config import (
     DataConfig,
     MemoryConfig,
     MeshConfig,
@@ -28,10 +28,10 @@ from tpjax.config import (  # noqa: E402
     RopeConfig,
     TrainConfig,
 )
-from tpjax.data import place  # noqa: E402
-from tpjax.mesh import make_mesh  # noqa: E402
-from tpjax.resolve import resolve  # noqa: E402
-from tpjax.state import Batch, TrainState, abstract_state, create_state  # noqa: E402
+from tpjax.data import place
+from tpjax.mesh import make_mesh
+from tpjax.resolve import resolve
+from tpjax.state import Batch, TrainState, abstract_state, create_state
 
 # Eight query heads and four key/value heads, so that tensor=8 needs copies; a
 # vocabulary that no axis divides.
