@@ -1,7 +1,6 @@
 """What is known of each GPU kind: enough for XLA's compiler to target one that is not here.
 
-Figures are those that the CUDA driver reports for the card (the data sheets of
-NVIDIA's architecture white papers give the same).
+Figures are those that the CUDA driver reports for the card.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from tpjax.config import ConfigError, nearest
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One kind of GPU. Sizes in bytes, rates per second."""
+    """One kind of GPU. Sizes in bytes, bandwidth in bytes per second."""
 
     name: str
     memory_bytes: int

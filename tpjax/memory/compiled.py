@@ -88,7 +88,7 @@ def absent_devices(gpu: str, num_devices: int) -> list:
     except Exception as error:
         raise ConfigError(
             "JAX's compiler for GPUs is not here; install it with: pip install 'tpjax[plan]' "
-            f"({str(error).splitlines()[0]})"
+            f"({' '.join(str(error).split())[:200]})"
         ) from error
     return list(topology.devices)
 
