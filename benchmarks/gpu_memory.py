@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tpjax.config import DataConfig, MemoryConfig, MeshConfig
-from tpjax.memory.compiled import collectives, compile_for, peak_bytes
+from tpjax.memory.compiled import compile_for
 from tpjax.mesh import start_devices
 from tpjax.presets import preset_run
 
@@ -38,9 +38,9 @@ def main() -> None:
             memory=dataclasses.replace(memory, remat=remat),
             data=DataConfig(batch_size=8, seq_len=2048),
         )
-        step, grid = compile_for(config, gpu="h100")
-        wire_bytes = sum(c.wire_bytes for c in collectives(step, grid))
-        peak, wire = (f"{size / 1024**3:.2f}" for size in (peak_bytes(step), wire_bytes))
+        step = compile_for(config, gpu="h100")
+        wire_bytes = sum(c.wire_bytes or 0 for c in step.collectives)
+        peak, wire = (f"{size / 1024**3:.2f}" for size in (step.peak_bytes, wire_bytes))
         table.add_row(state, mesh, remat, peak, wire)
     Console().print(table)
 

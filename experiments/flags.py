@@ -6,13 +6,16 @@ import contextlib
 import dataclasses
 import io
 import sys
-from typing import Any, NoReturn, get_type_hints
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
 from tpjax.config import ConfigError, MeshConfig, ModelConfig, TrainConfig, nearest
 from tpjax.presets import preset, preset_names, preset_run
+
+T = TypeVar("T")
 
 # A flag that is on, off or left as the model has it is one word of these for tyro.
 _THREE_WAY = {
@@ -22,20 +25,31 @@ _THREE_WAY = {
 
 
 def parse_run(description: str, argv: list[str] | None = None) -> TrainConfig:
-    """The run that the command line asks for; its defaults are those of `--model`.
+    """The run that the command line asks for, as `parse`."""
+    return parse(TrainConfig, lambda run: run, description, argv)
+
+
+def parse(
+    kind: type[T], default: Callable[[TrainConfig], T], description: str, argv: list[str] | None
+) -> T:
+    """A configuration from flags; the defaults of a run's are those of `--model`.
 
     Ends the process with status 2 and one clear line where a flag is wrong.
+
+    Args:
+        kind: a dataclass of flags, `TrainConfig` or one that holds it.
+        default: makes one from a run's defaults.
     """
     argv = [_hyphens(arg) for arg in (sys.argv[1:] if argv is None else argv)]
     messages = io.StringIO()
     try:
-        _check_names(argv)
+        _check_names(kind, argv)
         words = [word for arg in argv for word in _THREE_WAY.get(arg, [arg])]
         with contextlib.redirect_stderr(messages):
             return tyro.cli(
-                TrainConfig,
+                kind,
                 args=words,
-                default=preset_run(_model_name(argv)),
+                default=default(preset_run(_model_name(argv))),
                 description=description,
                 config=(tyro.conf.OmitArgPrefixes,),
                 registry=_registry(),
@@ -48,10 +62,10 @@ def parse_run(description: str, argv: list[str] | None = None) -> TrainConfig:
         raise
 
 
-def fail(message: str) -> NoReturn:
-    """Ends the process with status 2 and the line."""
+def fail(message: str, status: int = 2) -> NoReturn:
+    """Ends the process with the message and a status; 2 is for wrong input."""
     print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
+    raise SystemExit(status)
 
 
 def _hyphens(arg: str) -> str:
@@ -82,8 +96,8 @@ def _flag_names(config: Any) -> list[str]:
     return names
 
 
-def _check_names(argv: list[str]) -> None:
-    known = ["--help", *_flag_names(TrainConfig)]
+def _check_names(kind: type, argv: list[str]) -> None:
+    known = ["--help", *_flag_names(kind)]
     for arg in argv:
         name = arg.partition("=")[0]
         if arg.startswith("--") and name not in known:

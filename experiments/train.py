@@ -7,8 +7,8 @@ from rich.table import Table
 
 from experiments.flags import fail, parse_run
 from tpjax.config import ConfigError
-from tpjax.loop import Diverged, Result, train
-from tpjax.memory.report import gib
+from tpjax.loop import Diverged, OutOfMemory, Result, train
+from tpjax.memory.records import gib
 
 
 def main() -> None:
@@ -17,6 +17,8 @@ def main() -> None:
         result = train(config)
     except (ConfigError, Diverged) as error:
         fail(str(error))
+    except OutOfMemory as error:
+        fail(str(error), status=1)
     Console().print(summary(result))
 
 
@@ -34,6 +36,9 @@ def summary(result: Result) -> Table:
         "live peak": f"not available, because {memory.live_peak_reason}"
         if memory.live_peak_bytes is None
         else f"{gib(memory.live_peak_bytes)} per device",
+        "host memory": f"not available, because {memory.host_peak_reason}"
+        if memory.host_peak_bytes is None
+        else f"{gib(memory.host_peak_bytes)} at most",
         "text": f"{' '.join(config.data.corpus)}, tokenizer {config.data.tokenizer}",
         "compilation": f"{result.compile_seconds:.1f} s",
     }

@@ -18,14 +18,8 @@ import pytest
 
 from tpjax.config import DataConfig, MemoryConfig, MeshConfig, ModelConfig, TrainConfig
 from tpjax.generate import _decode
-from tpjax.memory.compiled import (
-    ABSENT_GPU_OPTIONS,
-    Collective,
-    absent_devices,
-    collectives,
-    compile_for,
-    peak_bytes,
-)
+from tpjax.memory.compiled import Compilation, absent_devices, compile_for, compile_lowered
+from tpjax.memory.records import Collective
 from tpjax.mesh import make_mesh
 from tpjax.resolve import resolve
 from tpjax.sharding import activation_spec, bytes_per_device
@@ -57,7 +51,7 @@ def run(mesh: str, *, accumulate: int = 1, model: ModelConfig = MODEL, **memory)
 
 
 @lru_cache
-def compiled(config: TrainConfig):
+def compiled(config: TrainConfig) -> Compilation:
     return compile_for(config, gpu="h100")
 
 
@@ -66,16 +60,16 @@ def moved(config: TrainConfig) -> Counter:
 
     Small sums are left out; a gather or scatter never is, however small.
     """
-    step, mesh = compiled(config)
     found = Counter()
-    for c in collectives(step, mesh):
-        if c.kind != "all-reduce" or c.bytes > SMALL_BYTES:
-            found[c.kind, c.axes, tuple(sorted(c.shape))] += c.per_step
+    for c in compiled(config).collectives:
+        if c.op != "all-reduce" or c.bytes > SMALL_BYTES:
+            assert c.count is not None
+            found[c.op, c.axis, tuple(sorted(c.shape))] += c.count
     return found
 
 
 def key(kind: str, axes: str, *shape: int):
-    return kind, tuple(axes.split()), tuple(sorted(shape))
+    return kind, axes, tuple(sorted(shape))
 
 
 RECOMPUTED = {"none": (0, 0), "dots": (2, 0), "attention": (2, 1), "full": (2, 1)}
@@ -98,8 +92,8 @@ def test_tensor_parallel_step_moves_activations_only(remat):
 def test_without_sequence_parallelism_sums_are_whole():
     found = totals(moved(run("tensor=4", remat="full", sequence_parallel=False)))
     assert found == {
-        ("all-reduce", ("tensor",), B * T * D): L * 5 + 1,
-        ("all-reduce", ("tensor",), B * T // 4 * D): 4,
+        ("all-reduce", "tensor", B * T * D): L * 5 + 1,
+        ("all-reduce", "tensor", B * T // 4 * D): 4,
     }
 
 
@@ -151,8 +145,8 @@ def test_fsdp_beside_tensor():
 
 def test_data_parallel_gradients_are_summed_once():
     found = moved(run("data=2,tensor=2", remat="full"))
-    summed = {shape: n for (kind, axes, shape), n in found.items() if axes == ("data",)}
-    assert {kind for (kind, axes, _) in found if axes == ("data",)} == {"all-reduce"}
+    summed = {shape: n for (kind, axes, shape), n in found.items() if axes == "data"}
+    assert {kind for (kind, axes, _) in found if axes == "data"} == {"all-reduce"}
     elements = sum(math.prod(shape) * n for shape, n in summed.items())
     weights = sum(math.prod(shape) for shape in WEIGHTS.values()) * L // 2
     small = sum(math.prod(WEIGHTS[w]) for w in "kv") * L // 2  # 16 KiB each: below SMALL_BYTES
@@ -163,13 +157,13 @@ def test_data_parallel_gradients_are_summed_once():
 def test_copied_key_value_heads_cost_one_small_sum():
     """tensor=8 with four key/value heads: activations move as ever; over the copies
     only the gradients of k and v do."""
-    step, mesh = compiled(run("tensor=8", remat="full"))
-    over_copies = [c for c in collectives(step, mesh) if c.axes == ("kv_copy",)]
+    step = compiled(run("tensor=8", remat="full"))
+    over_copies = [c for c in step.collectives if c.axis == "kv_copy"]
     assert over_copies
-    assert all(c.kind == "all-reduce" and c.bytes <= 2 * D * H * 2 for c in over_copies)
+    assert all(c.op == "all-reduce" and c.bytes <= 2 * D * H * 2 for c in over_copies)
     found = moved(run("tensor=8", remat="full"))
-    assert found[key("all-gather", "tensor kv_copy", B, T, D)] == L * 6 + 1
-    assert found[key("reduce-scatter", "tensor kv_copy", B, T, D)] == L * 5 + 1
+    assert found[key("all-gather", "tensor,kv_copy", B, T, D)] == L * 6 + 1
+    assert found[key("reduce-scatter", "tensor,kv_copy", B, T, D)] == L * 5 + 1
     assert len(found) == 4
 
 
@@ -193,8 +187,7 @@ def test_no_vocabulary_is_gathered_outside_training_either(tie):
             params, tokens, 8, 8, jax.eval_shape(lambda: jax.random.key(0))
         )
     for lowered in (lower_eval_step(config, mesh), decode):
-        program = lowered.compile(compiler_options=dict(ABSENT_GPU_OPTIONS))
-        for c in collectives(program, mesh):
+        for c in compile_lowered(lowered, mesh).collectives:
             assert V not in c.shape, c
             assert V - 5 not in c.shape, c
 
@@ -203,12 +196,13 @@ def test_peaks_fall_with_recomputation_and_all_state_is_reused():
     peaks = []
     for remat in ("none", "dots", "attention", "full"):
         config = run("tensor=4", remat=remat)
-        step, mesh = compiled(config)
-        peaks.append(peak_bytes(step))
-        sizes = step.memory_analysis()
+        step = compiled(config)
+        peaks.append(step.peak_bytes)
+        sizes = step.executable.memory_analysis()
         assert sizes is not None
         config = resolve(config, num_devices=4, platform="gpu")
-        assert sizes.alias_size_in_bytes >= bytes_per_device(abstract_state(config, mesh))
+        assert step.mesh is not None
+        assert sizes.alias_size_in_bytes >= bytes_per_device(abstract_state(config, step.mesh))
     none, dots, attention, full = peaks
     assert none > dots > full
     assert none > attention > full
@@ -216,14 +210,14 @@ def test_peaks_fall_with_recomputation_and_all_state_is_reused():
 
 @pytest.mark.parametrize(("remat", "runs"), [("none", 1), ("attention", 1), ("full", 2)])
 def test_kept_attention_is_not_run_again(remat, runs):
-    text = compiled(run("tensor=4", remat=remat))[0].as_text() or ""
+    text = compiled(run("tensor=4", remat=remat)).executable.as_text() or ""
     assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == runs
     assert text.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"') == 1
 
 
 def test_logits_are_held_one_chunk_at_a_time():
     """The largest array with the vocabulary in it is a chunk of logits, or the head."""
-    text = compiled(run("tensor=4", remat="full"))[0].as_text() or ""
+    text = compiled(run("tensor=4", remat="full")).executable.as_text() or ""
     with_vocabulary = {
         dims for dims in re.findall(r"f32\[([\d,]+)\]", text) if str(V // 4) in dims.split(",")
     }
@@ -234,14 +228,19 @@ def test_logits_are_held_one_chunk_at_a_time():
 
 def test_collective_bytes_by_hand():
     gathered = Collective(
-        kind="all-gather",
-        axes=("tensor",),
+        op="all-gather",
+        axis="tensor",
         group_size=4,
         dtype="bf16",
         shape=(8, 4),
         bytes=64,
-        per_step=3,
-        source="",
+        count=3,
+        in_scan=True,
+        asynchronous=False,
+        kind="activations",
+        name="x",
+        source=None,
     )
     assert gathered.wire_bytes == 64 * 3 * 3 // 4
-    assert dataclasses.replace(gathered, kind="all-reduce").wire_bytes == 64 * 3 * 3 // 2
+    assert dataclasses.replace(gathered, op="all-reduce").wire_bytes == 64 * 3 * 3 // 2
+    assert dataclasses.replace(gathered, count=None).wire_bytes is None

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tpjax import memory
     from tpjax.config import (
         ConfigError,
         DataConfig,
@@ -41,6 +42,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "TrainConfig",
+    "memory",
     "preset",
     "preset_run",
     "start_devices",
@@ -50,6 +52,8 @@ __all__ = [
 
 def __getattr__(name: str):
     """Imports what is asked for, so that `import tpjax` starts neither JAX nor the screen."""
+    if name == "memory":
+        return importlib.import_module("tpjax.memory")
     if name not in _HOMES:
         raise AttributeError(f"module 'tpjax' has no attribute {name!r}")
     return getattr(importlib.import_module(f"tpjax.{_HOMES[name]}"), name)

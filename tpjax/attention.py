@@ -41,6 +41,7 @@ class Attention(nnx.Module):
         self.k_gain = make("k_gain") if model.qk_norm else None
         self.model, self.memory = model, memory
 
+    @jax.named_scope("attention")
     def __call__(self, x_BTD: Array, rope: tuple[Array, Array] | None) -> Array:
         """Normed residual in, its update out; both laid out as `residual_spec`."""
         dtype = DTYPES[self.memory.compute]
@@ -55,12 +56,16 @@ class Attention(nnx.Module):
             q_BTNH, k_BTKH = rotate(q_BTNH, rope), rotate(k_BTKH, rope)
         y_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, self.memory.attention, self.model.sliding_window)
         out_spec = residual_spec(self.memory.sequence_parallel)
-        out_BTD = jnp.einsum("BTNH,NHD->BTD", y_BTNH, read(self.o, dtype), out_sharding=out_spec)
-        return out_BTD if self.o_bias is None else out_BTD + read(self.o_bias, dtype)
+        with jax.named_scope("o"):
+            out_BTD = jnp.einsum(
+                "BTNH,NHD->BTD", y_BTNH, read(self.o, dtype), out_sharding=out_spec
+            )
+            return out_BTD if self.o_bias is None else out_BTD + read(self.o_bias, dtype)
 
     def _project(self, x_BTD: Array, weight: nnx.Param, bias: nnx.Param | None) -> Array:
-        out = jnp.einsum("BTD,DNH->BTNH", x_BTD, copy_heads(read(weight, x_BTD.dtype)))
-        return out if bias is None else out + copy_heads(read(bias, x_BTD.dtype))
+        with jax.named_scope(weight.get_metadata()["name"]):
+            out = jnp.einsum("BTD,DNH->BTNH", x_BTD, copy_heads(read(weight, x_BTD.dtype)))
+            return out if bias is None else out + copy_heads(read(bias, x_BTD.dtype))
 
 
 def copy_heads(weight: Array) -> Array:
@@ -80,6 +85,7 @@ def copy_heads(weight: Array) -> Array:
     return copy(weight)
 
 
+@jax.named_scope("attend")
 def attend(
     q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, implementation: str, window: int | None
 ) -> Array:

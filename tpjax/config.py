@@ -310,6 +310,8 @@ class TrainConfig:
     out: str = ""
     """Folder for config.json, metrics.jsonl, memory.json and TensorBoard events; by default
     a new one under runs/."""
+    force: bool = False
+    """Start a run that cannot fit into memory all the same."""
     dry_run: bool = False
     """Check everything, compile, report, and stop before the first step."""
 

@@ -104,6 +104,7 @@ class Norm(nnx.Module):
         shifted = self.centred and model.bias
         self.shift = make("shift") if shifted else None
 
+    @jax.named_scope("norm")
     def __call__(self, x_BTD: Array) -> Array:
         x = x_BTD.astype(jnp.float32)
         if self.centred:
@@ -159,6 +160,7 @@ def _blend(frequency: np.ndarray, factor: float, keep: np.ndarray) -> np.ndarray
     return frequency * keep + frequency / factor * (1 - keep)
 
 
+@jax.named_scope("rope")
 def rope_tables(rope: RopeConfig, H: int, T: int) -> tuple[Array, Array]:
     """cos and sin, [T, H/2] in float32."""
     frequency, scale = rope_frequencies(rope, H, T)
@@ -166,6 +168,7 @@ def rope_tables(rope: RopeConfig, H: int, T: int) -> tuple[Array, Array]:
     return jnp.cos(angle) * scale, jnp.sin(angle) * scale
 
 
+@jax.named_scope("rope")
 def rotate(x_BTNH: Array, tables: tuple[Array, Array]) -> Array:
     """Rotates the pairs (x_i, x_{i+H/2}) by their position's angles (arXiv:2104.09864)."""
     cos, sin = (table[:, None, :] for table in tables)

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tensorboardX import SummaryWriter
 
-from tpjax.memory.live import LivePeak
-from tpjax.memory.report import gib
+from tpjax.memory.live import LiveMemory
+from tpjax.memory.records import RunMemory, gib
 
 LINES_PER_RUN = 10  # progress lines kept on the screen, beside the moving bar
 
@@ -45,16 +45,25 @@ class RunLog:
         self._events.close()
         self._file.close()
 
-    def step(self, step: int, metrics: dict, live: LivePeak) -> float:
+    def prediction(self, memory: RunMemory) -> None:
+        """What the compiler says of the run's memory, before it starts."""
+        there = "" if memory.capacity_bytes is None else f" of {gib(memory.capacity_bytes)}"
+        rest = memory.compiled_peak_bytes - memory.parameters_bytes - memory.moments_bytes
+        self._progress.console.print(
+            f"memory per device: {gib(memory.compiled_peak_bytes)}{there} at the peak = "
+            f"parameters {gib(memory.parameters_bytes)} + moments {gib(memory.moments_bytes)} "
+            f"+ the step's own {gib(rest)}",
+            highlight=False,
+        )
+
+    def step(self, step: int, metrics: dict, live: LiveMemory) -> float:
         """One training step's scalars; waits for the device to have them. Returns the loss."""
         values = {name: float(value) for name, value in metrics.items()}
         tokens = int(values.pop("tokens"))
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         line = {"step": step, **values, "tokens": tokens, "step_ms": seconds * 1000}
-        line |= {"tokens_per_s": tokens / seconds, "peak_bytes": live.peak_bytes}
-        if live.reason:
-            line["peak_reason"] = live.reason
+        line |= {"tokens_per_s": tokens / seconds, **live.metrics()}
         self._write(line)
         text = f"loss {values['loss']:.3f}  {tokens / seconds:,.0f} tokens/s"
         if live.peak_bytes is not None:

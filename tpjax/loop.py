@@ -20,9 +20,10 @@ from tpjax.config import ConfigError, TrainConfig
 from tpjax.data import EvalBatches, Tokenizer, TrainBatches, load_corpus, load_tokenizer, place
 from tpjax.generate import sample
 from tpjax.log import RunLog
-from tpjax.memory.compiled import peak_bytes
-from tpjax.memory.live import live_peak
-from tpjax.memory.report import MemoryReport
+from tpjax.memory.advice import advise, in_words
+from tpjax.memory.compiled import compile_lowered, peak_bytes
+from tpjax.memory.live import LiveMemory, capacity, live_memory
+from tpjax.memory.records import RunMemory, gib
 from tpjax.mesh import make_mesh, start_devices
 from tpjax.resolve import resolve
 from tpjax.sharding import bytes_per_device
@@ -36,6 +37,10 @@ class Diverged(Exception):
     """A loss that is not a finite number, in one line."""
 
 
+class OutOfMemory(Exception):
+    """A device ran out of memory: what it held, and what would help, in some lines."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """What a run came to; losses, speed and sample are None after a dry run."""
@@ -43,7 +48,8 @@ class Result:
     config: TrainConfig  # as resolved
     platform: str
     compile_seconds: float
-    memory: MemoryReport
+    memory: RunMemory
+    live: LiveMemory | None = None
     out: Path | None = None
     train_loss: float | None = None
     eval_loss: float | None = None
@@ -102,6 +108,7 @@ def train(config: TrainConfig) -> Result:
         ConfigError: the configuration, the corpus or the folder is wrong;
             nothing has been trained by then.
         Diverged: a loss is not finite.
+        OutOfMemory: the devices have not the memory that the step needs.
     """
     run = _prepare(config)
     config, out = run.config, run.out
@@ -113,19 +120,27 @@ def train(config: TrainConfig) -> Result:
     )
     if config.dry_run:
         return result
+    if result.memory.fits is False and not config.force:
+        raise ConfigError(_cannot_fit(run, result.memory))
     _open_folder(out, config)
-    state = run.wait(create_state(config, run.mesh))
     with RunLog(out, config.steps) as log:
-        state, train_loss, eval_loss, seconds = _steps(run, state, log)
-    live = live_peak(run.devices)
+        log.prediction(result.memory)
+        state, train_loss, eval_loss, seconds = _steps(run, log)
+    live = live_memory(run.devices)
     memory = dataclasses.replace(
-        result.memory, live_peak_bytes=live.peak_bytes, live_peak_reason=live.reason
+        result.memory,
+        live_peak_bytes=live.peak_bytes,
+        live_peak_reason=live.peak_reason,
+        host_peak_bytes=live.host_peak_bytes,
+        host_peak_reason=live.host_reason,
     )
-    (out / "memory.json").write_text(json.dumps(dataclasses.asdict(memory), indent=2) + "\n")
+    sizes = dataclasses.asdict(memory) | {"live": dataclasses.asdict(live)}
+    (out / "memory.json").write_text(json.dumps(sizes, indent=2) + "\n")
     prompt, text = _sample(run, state.params)
     return dataclasses.replace(
         result,
         memory=memory,
+        live=live,
         out=out,
         train_loss=train_loss,
         eval_loss=eval_loss,
@@ -135,9 +150,20 @@ def train(config: TrainConfig) -> Result:
     )
 
 
-def _steps(run: _Run, state: TrainState, log: RunLog) -> tuple[TrainState, float, float, float]:
+def _steps(run: _Run, log: RunLog) -> tuple[TrainState, float, float, float]:
     """All steps and evaluations: final state, last train and validation loss, and the
     seconds that the steps took."""
+    try:
+        return _all_steps(run, run.wait(create_state(run.config, run.mesh)), log)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        said = str(error).splitlines()[0][:200]
+    # Outside of the handler, so that nothing holds on to the state any more.
+    raise OutOfMemory(f"a device ran out of memory ({said}).\n{_what_would_help(run)}")
+
+
+def _all_steps(run: _Run, state: TrainState, log: RunLog) -> tuple[TrainState, float, float, float]:
     config, pending = run.config, deque()
     train_loss, eval_loss, eval_seconds = float("nan"), float("nan"), 0.0
     start = time.perf_counter()
@@ -148,7 +174,7 @@ def _steps(run: _Run, state: TrainState, log: RunLog) -> tuple[TrainState, float
         evaluates = step == config.steps or (config.eval_every and step % config.eval_every == 0)
         while len(pending) > (0 if evaluates else run.steps_ahead):
             logged, values = pending.popleft()
-            train_loss = log.step(logged, values, live_peak(run.devices))
+            train_loss = log.step(logged, values, live_memory(run.devices))
             if not math.isfinite(train_loss):
                 raise Diverged(
                     f"the loss of step {logged} is {train_loss}; lower --lr or clip the gradient "
@@ -188,16 +214,39 @@ def _prepare(config: TrainConfig) -> _Run:
     )
 
 
-def _predicted(run: _Run) -> MemoryReport:
+def _what_would_help(run: _Run) -> str:
+    """The ledger of the step at its peak, and the changes that lower it most."""
+    step = compile_lowered(lower_train_step(run.config, run.mesh), run.mesh)
+    return in_words(step.ledger.lines, advise(run.config, list(run.mesh.devices.flat)))
+
+
+def _cannot_fit(run: _Run, memory: RunMemory) -> str:
+    """One line: what is needed, what is there, what would help."""
+    advice = advise(run.config, list(run.mesh.devices.flat))
+    changes = "; ".join(f"{one.flags}: {gib(one.peak_bytes)}" for one in advice)
+    assert memory.capacity_bytes is not None
+    return (
+        f"the step needs {gib(memory.compiled_peak_bytes)} on each device, and "
+        f"{gib(memory.capacity_bytes)} is there; --force starts it all the same."
+        + (f" What would help most: {changes}." if changes else "")
+    )
+
+
+def _predicted(run: _Run) -> RunMemory:
     """The peak is that of a training step, or of an evaluation beside the moments."""
     state = abstract_state(run.config, run.mesh)
     moments_bytes = bytes_per_device(state.opt_state)
-    return MemoryReport(
+    capacity_bytes, reason = capacity(run.devices)
+    return RunMemory(
         parameters_bytes=bytes_per_device(state.params),
         moments_bytes=moments_bytes,
         compiled_peak_bytes=max(peak_bytes(run.step), peak_bytes(run.eval_step) + moments_bytes),
+        capacity_bytes=capacity_bytes,
+        capacity_reason=reason,
         live_peak_bytes=None,
         live_peak_reason="nothing has run",
+        host_peak_bytes=None,
+        host_peak_reason="nothing has run",
     )
 
 

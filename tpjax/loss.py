@@ -52,6 +52,7 @@ def next_token_loss(
     return _sweep(x_BTD, head_VD, targets_BT, valid_BT, *static, with_gradient=False)[0]
 
 
+@jax.named_scope("loss")
 def _sweep(
     x_BTD: Array,
     head_VD: Array,
@@ -108,16 +109,22 @@ def _local_sweep(
         if sequence_parallel:
             x_BCD = jax.lax.all_gather(x_BCD, TENSOR, axis=1, tiled=True)
         x_RD = x_BCD.reshape(-1, x.shape[-1])
-        chunk = _Chunk(x_RD, head, rows(i, targets), rows(i, valid), vocab_size)
+        with jax.named_scope("logits"):
+            chunk = _Chunk(x_RD, head, rows(i, targets), rows(i, valid), vocab_size)
         if with_gradient:
-            dlogits_RV = chunk.dlogits().astype(x.dtype)
-            dx_BCD = (dlogits_RV @ head).reshape(x_BCD.shape)
+            with jax.named_scope("logits_gradient"):
+                dlogits_RV = chunk.dlogits().astype(x.dtype)
+            with jax.named_scope("x_gradient"):
+                dx_BCD = (dlogits_RV @ head).reshape(x_BCD.shape)
             if sequence_parallel:
                 dx_BCD = jax.lax.psum_scatter(dx_BCD, TENSOR, scatter_dimension=1, tiled=True)
             else:
                 dx_BCD = jax.lax.psum(dx_BCD, TENSOR)
             dx = jax.lax.dynamic_update_slice_in_dim(dx, dx_BCD, i * size, axis=1)
-            dhead += jnp.einsum("RV,RD->VD", dlogits_RV, x_RD, preferred_element_type=jnp.float32)
+            with jax.named_scope("head_gradient"):
+                dhead += jnp.einsum(
+                    "RV,RD->VD", dlogits_RV, x_RD, preferred_element_type=jnp.float32
+                )
         return (loss + chunk.loss, dx, dhead), None
 
     def zeros(shape: tuple[int, ...], dtype, axes: tuple[str, ...]) -> Array:
@@ -169,6 +176,7 @@ def _forward_rule(x_BTD, head_VD, targets_BT, valid_BT, vocab_size, chunks, sequ
     return loss, tuple(gradients)
 
 
+@jax.named_scope("loss")
 def _backward_rule(vocab_size, chunks, sequence_parallel, gradients, g: Array):
     dx, dhead = gradients
     return (dx * g).astype(dx.dtype), (dhead * g).astype(dhead.dtype), None, None

@@ -52,6 +52,7 @@ class MLP(nnx.Module):
         self.down_bias = make("down_bias") if model.bias else None
         self.memory = memory
 
+    @jax.named_scope("mlp")
     def __call__(self, x_BTD: Array) -> Array:
         """Normed residual in, its update out; both laid out as `residual_spec`."""
         dtype, (B, T, D) = DTYPES[self.memory.compute], x_BTD.shape
@@ -67,14 +68,16 @@ class MLP(nnx.Module):
             if self.gate is None
             else h * jax.nn.silu(self._project(x, self.gate, self.gate_bias))
         )
-        out_BTD = jnp.einsum(
-            "BTF,FD->BTD",
-            h.reshape(B, T, -1),
-            read(self.down, dtype),
-            out_sharding=residual_spec(self.memory.sequence_parallel),
-        )
-        return out_BTD if self.down_bias is None else out_BTD + read(self.down_bias, dtype)
+        with jax.named_scope("down"):
+            out_BTD = jnp.einsum(
+                "BTF,FD->BTD",
+                h.reshape(B, T, -1),
+                read(self.down, dtype),
+                out_sharding=residual_spec(self.memory.sequence_parallel),
+            )
+            return out_BTD if self.down_bias is None else out_BTD + read(self.down_bias, dtype)
 
     def _project(self, x: Array, weight: nnx.Param, bias: nnx.Param | None) -> Array:
-        out = jnp.einsum("...D,DF->...F", x, read(weight, x.dtype))
-        return out if bias is None else out + read(bias, x.dtype)
+        with jax.named_scope(weight.get_metadata()["name"]):
+            out = jnp.einsum("...D,DF->...F", x, read(weight, x.dtype))
+            return out if bias is None else out + read(bias, x.dtype)

@@ -30,6 +30,7 @@ class Block(nnx.Module):
         self.mlp_norm = Norm(model, memory, rngs)
         self.mlp = MLP(model, memory, rngs)
 
+    @jax.named_scope("block")
     def __call__(self, x_BTD: Array, rope: tuple[Array, Array] | None) -> Array:
         x_BTD += self.attention(self.attention_norm(x_BTD), rope)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
@@ -70,6 +71,7 @@ class Transformer(nnx.Module):
         x_BTD, _ = jax.lax.scan(remat.rematerialise(body, self.memory.remat), x_BTD, stacked)
         return self.norm(x_BTD)
 
+    @jax.named_scope("embedding")
     def embed(self, tokens_BT: Array) -> Array:
         """tokens_BT → the residual stream x_BTD before the first block."""
         dtype, sequence_parallel = DTYPES[self.memory.compute], self.memory.sequence_parallel

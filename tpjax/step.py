@@ -89,9 +89,10 @@ def train_step(
     scale = optim.clip_scale(norm, config.optim.clip)
     gradients = jax.tree.map(lambda g: g.astype(jnp.float32) * scale, gradients)
     key = jax.random.fold_in(purpose_key(state.seed, "rounding"), state.step)
-    params, opt_state = optim.update(
-        optimizer_of(config), gradients, state.opt_state, state.params, key
-    )
+    with jax.named_scope("update"):
+        params, opt_state = optim.update(
+            optimizer_of(config), gradients, state.opt_state, state.params, key
+        )
     metrics = {
         "loss": loss,
         "grad_norm": norm,

@@ -1,23 +1,189 @@
-"""What devices say of their memory while a program runs."""
+"""What devices and the process say of their memory while a program runs.
+
+A figure that nobody counts is None and has a reason; it is never 0.
+"""
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+_STATUS = Path("/proc/self/status")  # Linux: the kernel's view of this process
+_MEMORY = Path("/proc/meminfo")  # and of the machine
 
 
-@dataclass(frozen=True)
-class LivePeak:
-    """The most bytes in use on any device so far, or None and why."""
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """One device's allocator at one moment; sizes in bytes.
 
-    peak_bytes: int | None
-    reason: str | None = None
+    Attributes:
+        device: JAX's name of it, such as "cuda:0".
+        bytes_in_use: held by arrays and by programs sent off. Whole blocks of the
+            pool: rounding, and the rest of a block too small to split, count too.
+        peak_bytes_in_use: the most so far, since the process began.
+        pool_bytes: taken from the driver; free bytes of it are the allocator's own.
+        bytes_limit: the most that the pool may grow to.
+        largest_free_block_bytes: the greatest piece that an array can have without
+            the pool growing.
+        fragmentation: 1 − largest free block / free bytes of the pool; 0 is one piece.
+        num_allocs: allocations so far.
+        reasons: why, for each figure that is None.
+    """
+
+    device: str
+    bytes_in_use: int | None
+    peak_bytes_in_use: int | None
+    pool_bytes: int | None
+    bytes_limit: int | None
+    largest_free_block_bytes: int | None
+    fragmentation: float | None
+    num_allocs: int | None
+    reasons: dict[str, str]
 
 
-def live_peak(devices: Sequence) -> LivePeak:
-    """Asks each device's allocator."""
-    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
-    known = [peak for peak in peaks if peak is not None]
-    if len(known) == len(peaks):
-        return LivePeak(max(known))
-    return LivePeak(None, f"the {devices[0].platform} backend reports no memory statistics")
+@dataclass(frozen=True, kw_only=True)
+class LiveMemory:
+    """All devices, and the process on the host.
+
+    Attributes:
+        host_bytes, host_peak_bytes: resident memory of the process, now and at most
+            (the kernel counts the latter to within some hundred KiB).
+        host_reason: why one of the two is None.
+    """
+
+    devices: tuple[DeviceMemory, ...]
+    host_bytes: int | None
+    host_peak_bytes: int | None
+    host_reason: str | None = None
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most in use on any device so far; None where a device does not count it."""
+        return self._most("peak_bytes_in_use")
+
+    @property
+    def peak_reason(self) -> str | None:
+        """Why there is no peak."""
+        return self._why("peak_bytes_in_use")
+
+    def metrics(self) -> dict[str, int | str | None]:
+        """For the line of one step: the most on any device, the host's, and why one is None."""
+        reasons = {"peak_reason": self.peak_reason, "host_reason": self.host_reason}
+        if (in_use_reason := self._why("bytes_in_use")) != self.peak_reason:
+            reasons["in_use_reason"] = in_use_reason
+        return {
+            "peak_bytes": self.peak_bytes,
+            "bytes_in_use": self._most("bytes_in_use"),
+            "host_bytes": self.host_bytes,
+            **{name: reason for name, reason in reasons.items() if reason},
+        }
+
+    def _most(self, figure: str) -> int | None:
+        figures = [getattr(device, figure) for device in self.devices]
+        return None if not figures or None in figures else max(figures)
+
+    def _why(self, figure: str) -> str | None:
+        if not self.devices:
+            return "there are no devices"
+        return next((d.reasons[figure] for d in self.devices if figure in d.reasons), None)
+
+
+def live_memory(devices: Sequence) -> LiveMemory:
+    """Asks each device's allocator and the operating system. Never fails, waits for no device.
+
+    Devices must be this process's own for their figures to be known.
+    """
+    host, peak, reason = _host_memory()
+    return LiveMemory(
+        devices=tuple(_device_memory(device) for device in devices),
+        host_bytes=host,
+        host_peak_bytes=peak,
+        host_reason=reason,
+    )
+
+
+def capacity(devices: Sequence) -> tuple[int | None, str | None]:
+    """What each device can hold, or None and why: the limit of its pool; for simulated
+    devices, an equal share of the memory that the machine has left."""
+    if devices[0].platform == "cpu":
+        try:
+            free = re.search(r"^MemAvailable:\s+(\d+) kB", _MEMORY.read_text(), re.M)
+        except OSError:
+            free = None
+        if free is None:
+            return None, f"{_MEMORY} does not give it on this system"
+        return int(free[1]) * 1024 // len(devices), None
+    known = [_device_memory(device) for device in devices]
+    limits = [one.bytes_limit for one in known if one.bytes_limit is not None]
+    if len(limits) < len(known):
+        return None, next(d.reasons["bytes_limit"] for d in known if d.bytes_limit is None)
+    return min(limits), None
+
+
+def _device_memory(device) -> DeviceMemory:
+    stats, reason = {}, f"the {device.platform} backend reports no memory statistics"
+    try:
+        stats = device.memory_stats() or {}
+    except Exception as error:  # a backend's own: another process's device, no allocator, …
+        reason = f"{device} does not answer: {' '.join(str(error).split())[:200]}"
+    if stats:
+        reason = f"the {device.platform} backend does not count it"
+    figures, reasons = _figures(stats, reason)
+    return DeviceMemory(device=str(device), **figures, reasons=reasons)
+
+
+def _figures(stats: dict, reason: str) -> tuple[dict, dict[str, str]]:
+    """The figures that are counts; None for the others, and why."""
+
+    def count(key: str) -> int | None:
+        value = stats.get(key)
+        return None if value is None or value < 0 else value  # JAX gives −1 for what is not set
+
+    plain = ("bytes_in_use", "peak_bytes_in_use", "bytes_limit", "num_allocs")
+    figures: dict = {name: count(name) for name in plain}
+    # An allocator without a pool of its own carves from all that it may reserve.
+    pool = count("pool_bytes")
+    figures["pool_bytes"] = count("bytes_reservable_limit") if pool is None else pool
+    reasons = {name: reason for name, value in figures.items() if value is None}
+    in_use = figures["bytes_in_use"] or 0
+    for name in ("peak_bytes_in_use", "pool_bytes"):
+        if (value := figures[name]) is not None and value < in_use:
+            figures[name], reasons[name] = None, f"it is said to be {value}, less than is in use"
+    if figures["bytes_limit"] == 0:
+        figures["bytes_limit"], reasons["bytes_limit"] = None, "it is said to be 0"
+    largest = count("largest_free_block_bytes")
+    figures |= {"largest_free_block_bytes": largest or None, "fragmentation": None}
+    pool, in_use = figures["pool_bytes"], figures["bytes_in_use"]
+    if not largest:  # XLA's pool never sets it up to jaxlib 0.10.2; later ones do
+        why = reason if largest is None else "the allocator says 0, as one that counts none does"
+        reasons |= dict.fromkeys(("largest_free_block_bytes", "fragmentation"), why)
+    elif pool is None or in_use is None:
+        reasons["fragmentation"] = "the free bytes of the pool are not known"
+    elif largest > pool - in_use:
+        reasons["fragmentation"] = f"{largest} bytes in one piece, but {pool - in_use} free in all"
+    else:
+        figures["fragmentation"] = 1 - largest / (pool - in_use)
+    return figures, reasons
+
+
+def _host_memory() -> tuple[int | None, int | None, str | None]:
+    """Resident bytes of this process, now and at most, and why one is None."""
+    try:
+        text = _STATUS.read_bytes()
+        now, peak = (int(text.split(key, 1)[1].split(None, 1)[0]) for key in (b"VmRSS:", b"VmHWM:"))
+        return now * 1024, peak * 1024, None
+    except (OSError, IndexError, ValueError):
+        return None, _peak_of_usage(), f"{_STATUS} does not give it on this system"
+
+
+def _peak_of_usage() -> int | None:
+    """The most resident bytes by `getrusage`, where there is one."""
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit or None

@@ -1,0 +1,102 @@
+"""Says what a training step needs of each GPU, before there is one.
+
+    python -m experiments.plan --model llama3.2-1b --gpu h100 --mesh tensor=4
+    python -m experiments.plan diff A.json B.json
+
+Takes the flags of experiments.train; --corpus, --out and the like change nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from experiments import screen
+from experiments.flags import fail, parse
+from tpjax.config import ConfigError, TrainConfig, require
+from tpjax.gpus import GPUS
+from tpjax.memory.explain import report_run
+from tpjax.memory.picture import draw
+from tpjax.mesh import gpu_driver_present
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run, and what it is planned for."""
+
+    run: TrainConfig
+    gpu: str = ""
+    """Kind of GPU; by default those of this machine."""
+    nodes: int = 1
+    """Machines that share the GPUs evenly."""
+    json: str = ""
+    """File for the whole report."""
+    timeline: str = ""
+    """File for a picture of the memory over the step, .png or .html."""
+
+    def __post_init__(self) -> None:
+        require(
+            Path(self.timeline).suffix in ("", ".png", ".html") or not self.timeline,
+            f"timeline={self.timeline} must end in .png or .html.",
+        )
+        for path in filter(None, (self.json, self.timeline)):
+            folder = Path(path).absolute().parent
+            require(folder.is_dir(), f"{path} cannot be written: there is no folder {folder}.")
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    try:
+        if words[:1] == ["diff"]:
+            return Console().print(screen.difference(*_read_two(words[1:])))
+        plan = parse(Plan, lambda run: Plan(run=run), __doc__ or "", None)
+        _make(plan)
+    except ConfigError as error:
+        fail(str(error))
+
+
+def _make(plan: Plan) -> None:
+    """Compiles, prints, and writes what was asked for."""
+    present = gpu_driver_present()
+    require(
+        present or bool(plan.gpu),
+        f"there is no GPU in this machine; name a kind: --gpu {'|'.join(GPUS)}.",
+    )
+    if not present:
+        jax.config.update("jax_platforms", "cpu")  # or the plugin looks for a driver
+    report = report_run(plan.run, gpu=plan.gpu or None, nodes=plan.nodes)
+    Console().print(screen.whole(report))
+    if plan.json:
+        Path(plan.json).write_text(json.dumps(report.as_json(), indent=1) + "\n")
+    if plan.timeline:
+        draw(
+            report.timeline,
+            report.ledger,
+            plan.timeline,
+            title=report.title,
+            capacity_bytes=report.capacity_bytes,
+        )
+
+
+def _read_two(paths: list[str]) -> tuple[dict, dict]:
+    require(len(paths) == 2, "diff takes two files that --json has written.")
+    return _read(paths[0]), _read(paths[1])
+
+
+def _read(path: str) -> dict:
+    try:
+        found = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as a report: {error}.") from error
+    known = isinstance(found, dict) and {"ledger", "peak_bytes", "title"} <= found.keys()
+    require(known, f"{path} is no report that --json has written.")
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Memory reports as a person reads them in a terminal."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from tpjax.memory.records import Collective, MemoryReport, gib
+
+LEDGER_ROWS = 15
+DIFF_ROWS = 20
+
+
+def whole(report: MemoryReport) -> Group:
+    """Verdict, ledger, traffic and findings."""
+    parts: list[RenderableType] = [_verdict(report), _kinds(report), _ledger(report)]
+    if report.collectives:
+        parts.append(_traffic(report))
+    parts.append(_findings(report))
+    return Group(*parts)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", show_header=bool(columns), box=box.SIMPLE_HEAD)
+    for column in columns:
+        number = column in ("bytes", "runs")
+        table.add_column(
+            column,
+            justify="right" if number else "left",
+            no_wrap=number or column in ("kind", "from"),
+            overflow="fold",
+        )
+    return table
+
+
+def _verdict(report: MemoryReport) -> Table:
+    table = _table(escape(report.title))
+    table.add_row("peak of XLA's pool", f"[bold]{gib(report.peak_bytes)}[/] per device")
+    for part in report.outside_pool:
+        table.add_row(f"outside it: {escape(part.what)}", f"{gib(part.bytes)} (estimate)")
+    if report.host_bytes:
+        table.add_row("pinned host memory", f"{gib(report.host_bytes)} per device")
+    if report.fits is None:
+        table.add_row("fits", "not known, because the device's memory is not")
+    else:
+        assert report.capacity_bytes is not None
+        verdict = "[green]yes[/]" if report.fits else "[red]no[/]"
+        table.add_row("fits", f"{verdict}, the card has {gib(report.capacity_bytes)}")
+        if share := report.pool_fraction:
+            table.add_row("XLA_PYTHON_CLIENT_MEM_FRACTION", f"at least {share:.2f}")
+    if report.wire_bytes:
+        table.add_row("sent per device and step", gib(report.wire_bytes))
+    if report.flops is not None:
+        table.add_row("operations per step", f"{report.flops / 1e12:,.1f} TFLOP on all devices")
+    return table
+
+
+def _kinds(report: MemoryReport) -> Table:
+    table = _table("at the peak, by kind", "kind", "bytes", "")
+    for kind, size in report.bytes_by_kind.items():
+        share = size / report.peak_bytes
+        table.add_row(kind, gib(size), f"{'█' * round(30 * share)} {100 * share:.1f} %")
+    return table
+
+
+def _ledger(report: MemoryReport) -> Table:
+    table = _table("the largest arrays", "kind", "bytes", "name and local shape", "from")
+    for line in report.ledger[:LEDGER_ROWS]:
+        array = f" {line.dtype}[{','.join(map(str, line.shape))}]" if line.dtype else ""
+        source = (line.source or "").rsplit("/", 1)[-1]
+        table.add_row(line.kind, gib(line.bytes), escape(line.name + array), escape(source))
+    rest = report.ledger[LEDGER_ROWS:]
+    table.add_row("", gib(sum(line.bytes for line in rest)), f"in {len(rest)} smaller ones", "")
+    return table
+
+
+def _traffic(report: MemoryReport) -> Table:
+    """Collectives that run over the same axis, added up."""
+    sums: dict[tuple[str, str], list[Collective]] = defaultdict(list)
+    for c in report.collectives:
+        sums[c.op, c.axis].append(c)
+    table = _table("between devices, per step", "collective", "axis", "runs", "bytes", "")
+    for (op, axis), found in sorted(sums.items(), key=lambda item: -_wire(item[1])):
+        hidden = _wire(c for c in found if c.asynchronous)
+        table.add_row(
+            op,
+            axis,
+            str(sum(c.count or 0 for c in found)),
+            gib(_wire(found)),
+            f"{100 * hidden / max(_wire(found), 1):.0f} % asynchronous",
+        )
+    return table
+
+
+def _wire(found: Iterable[Collective]) -> int:
+    return sum(c.wire_bytes or 0 for c in found)
+
+
+def _findings(report: MemoryReport) -> Table:
+    table = _table("findings" if report.findings else "no findings")
+    for finding in report.findings:
+        table.add_row(escape(finding.message), escape(finding.remedy))
+    return table
+
+
+def difference(before: dict, after: dict) -> Group:
+    """What changed between two reports, as `--json` writes them."""
+    table = _table("", "", "before", "after", "change")
+    for name in ("peak_bytes", "host_bytes", "outside_pool_bytes", "wire_bytes"):
+        a, b = before.get(name), after.get(name)
+        if a is not None and b is not None:
+            table.add_row(name, gib(a), gib(b), _signed(b - a))
+    arrays = _table("arrays that changed", "kind", "name", "before", "after", "change")
+    sizes = _sizes(before["ledger"]), _sizes(after["ledger"])
+    changes = {
+        key: (sizes[0].get(key, 0), sizes[1].get(key, 0))
+        for key in sizes[0].keys() | sizes[1].keys()
+    }
+    largest = sorted(changes.items(), key=lambda item: (-abs(item[1][1] - item[1][0]), item[0]))
+    for key, (a, b) in [item for item in largest if item[1][0] != item[1][1]][:DIFF_ROWS]:
+        arrays.add_row(escape(key[0]), escape(key[1]), gib(a), gib(b), _signed(b - a))
+    titles = f"{escape(before['title'])}\n→ {escape(after['title'])}"
+    return Group(titles, table, arrays)
+
+
+def _sizes(ledger: list[dict]) -> dict[tuple[str, str], int]:
+    """Bytes by kind and name: several arrays of a name count together."""
+    sums: dict[tuple[str, str], int] = defaultdict(int)
+    for line in ledger:
+        sums[line["kind"], line["name"]] += line["bytes"]
+    return sums
+
+
+def _signed(change: int) -> str:
+    return f"{'+' if change > 0 else '−' if change < 0 else '±'}{gib(abs(change))}"

@@ -1,0 +1,92 @@
+"""Which changes of a run's settings would make its step smaller, each compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tpjax.config import ConfigError, TrainConfig
+from tpjax.memory.compiled import compile_step, peak_bytes
+from tpjax.memory.records import Line, gib
+from tpjax.mesh import make_mesh
+from tpjax.resolve import resolve
+
+LEDGER_LINES = 12  # of a ledger in words: what is smaller decides nothing
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One change, as flags, and the peak of the step with it, per device."""
+
+    flags: str
+    peak_bytes: int
+
+
+def advise(config: TrainConfig, devices: Sequence, count: int = 3) -> list[Advice]:
+    """The `count` single changes of a resolved run that lower its peak most, best first.
+
+    Each is compiled for the devices, which takes some seconds a change.
+    """
+    before = _peak(config, devices)
+    tried = []
+    for flags, changed in _changes(config):
+        try:
+            tried.append(Advice(flags, _peak(changed, devices)))
+        except ConfigError:  # the model or the batch does not allow it
+            continue
+    helping = [advice for advice in tried if advice.peak_bytes < before]
+    return sorted(helping, key=lambda advice: advice.peak_bytes)[:count]
+
+
+def _peak(config: TrainConfig, devices: Sequence) -> int:
+    config = resolve(config, num_devices=len(devices), platform=devices[0].platform)
+    assert config.mesh is not None  # resolved
+    return peak_bytes(compile_step(config, make_mesh(config.mesh, config.model, devices)))
+
+
+def _changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
+    """Flags and the run with them, of everything that can still be leaner."""
+    memory, data, mesh = config.memory, config.data, config.mesh
+    assert mesh is not None  # resolved
+
+    def with_memory(**changes) -> TrainConfig:
+        return dataclasses.replace(config, memory=dataclasses.replace(memory, **changes))
+
+    leaner = {"none": ("attention", "full"), "dots": ("attention", "full"), "attention": ("full",)}
+    for remat in leaner.get(memory.remat, ()):
+        yield f"--remat={remat}", with_memory(remat=remat)
+    if memory.params == "fp32":
+        yield "--params=bf16 --moments=bf16", with_memory(params="bf16", moments="bf16")
+    if memory.moments == "fp32":
+        yield "--moments=bf16", with_memory(moments="bf16")
+    if not memory.donate:
+        yield "--donate", with_memory(donate=True)
+    if not memory.sequence_parallel and mesh.tensor > 1:
+        yield "--sequence-parallel", with_memory(sequence_parallel=True)
+    for factor in (2, 4):
+        parts = data.accumulate * factor
+        split = dataclasses.replace(data, accumulate=parts)
+        yield f"--accumulate={parts}", dataclasses.replace(config, data=split)
+    if mesh.data > 1:
+        sharded = dataclasses.replace(mesh, data=1, fsdp=mesh.fsdp * mesh.data)
+        yield f"--mesh={sharded}", dataclasses.replace(config, mesh=sharded)
+
+
+def in_words(ledger: Sequence[Line], advice: Sequence[Advice]) -> str:
+    """The largest lines of a ledger and the changes, line by line for a terminal."""
+    lines = [
+        f"  {gib(line.bytes):>10}  {line.kind:<12} {line.name}  {line.dtype}{list(line.shape)}"
+        for line in ledger[:LEDGER_LINES]
+    ]
+    rest = sum(line.bytes for line in ledger[LEDGER_LINES:])
+    changes = [f"  {one.flags:<30} {gib(one.peak_bytes)}" for one in advice]
+    return "\n".join(
+        [
+            "What the step holds on each device at its peak:",
+            *lines,
+            f"  {gib(rest):>10}  in {max(len(ledger) - LEDGER_LINES, 0)} smaller arrays",
+            "What would help most, with the peak it gives:" if changes else "",
+            *changes,
+        ]
+    ).rstrip()

@@ -1,0 +1,180 @@
+"""A report on any jitted function: what it holds, when, and what it moves."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tpjax.config import ConfigError, TrainConfig
+from tpjax.flops import step_flops
+from tpjax.gpus import GPUS, Gpu, outside_pool
+from tpjax.memory.compiled import (
+    Compilation,
+    absent_mesh,
+    compile_for,
+    compile_lowered,
+    is_absent,
+)
+from tpjax.memory.lint import lint
+from tpjax.memory.needs import audit
+from tpjax.memory.records import Finding, MemoryReport
+from tpjax.mesh import make_mesh, start_devices
+from tpjax.resolve import resolve
+from tpjax.step import lower_train_step
+
+
+def report(
+    jitted: Any, *args: Any, gpu: str | None = None, mesh: Mesh | None = None
+) -> MemoryReport:
+    """What a jitted function needs of each device, called with `args`; it is not run.
+
+    Compiled for the devices there are, or, where `gpu` names a kind, for GPUs that
+    need not be there: arguments with a `NamedSharding` keep its spec on a mesh of
+    the same shape of such GPUs, others are taken to be on all of them.
+
+    Args:
+        jitted: what `jax.jit` returned.
+        args: arrays or `jax.ShapeDtypeStruct`s, as the function takes them.
+        gpu: a name of `tpjax.gpus.GPUS`, such as "h100".
+        mesh: the mesh to compile under (as `jax.set_mesh` would set it): one of
+            `absent_mesh` where `gpu` is not given and nothing else says so.
+
+    Raises:
+        ConfigError: not a jitted function, or one that holds fast to other devices.
+    """
+    if not hasattr(jitted, "lower"):
+        raise ConfigError(f"{jitted!r} is no jitted function; pass jax.jit(f).")
+    mesh = mesh or _mesh_of(args)
+    if gpu is not None and not (mesh is not None and is_absent(mesh.devices.flat[0])):
+        mesh = _retarget(mesh, gpu)
+    if mesh is not None:
+        args = jax.tree.map(lambda leaf: _abstract(leaf, mesh), args)
+    name = getattr(jitted, "__name__", "function")
+    with warnings.catch_warnings(record=True):  # of donation: the findings say it
+        warnings.simplefilter("always")
+        compilation = compile_lowered(_lower(jitted, args, mesh, name), mesh)
+    return explain(compilation, title=name, findings=lint(compilation), flops=None)
+
+
+def _lower(jitted: Any, args: Sequence, mesh: Mesh | None, name: str) -> jax.stages.Lowered:
+    try:
+        if mesh is None:
+            return jitted.lower(*args)
+        with jax.set_mesh(mesh):
+            return jitted.lower(*args)
+    except ValueError as error:
+        if "incompatible devices" not in str(error) and "context mesh" not in str(error):
+            raise
+        raise ConfigError(
+            f"{name} cannot be compiled for other devices: it has captured a mesh or sharding of "
+            "those it was written on. Pass shardings with the arguments, or name them by "
+            f"PartitionSpec under jax.set_mesh. ({' '.join(str(error).split())[:200]})"
+        ) from error
+
+
+def _mesh_of(args: Any) -> Mesh | None:
+    """The mesh that arguments are sharded on, if any is."""
+    for leaf in jax.tree.leaves(args):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            return sharding.mesh
+    return None
+
+
+def _retarget(mesh: Mesh | None, gpu: str) -> Mesh:
+    """A mesh of the same shape of GPUs that need not be there; of one without a mesh."""
+    if mesh is None:
+        return absent_mesh(gpu, {"device": 1})
+    return absent_mesh(gpu, dict(mesh.shape), axis_types=mesh.axis_types)
+
+
+def _abstract(leaf: Any, mesh: Mesh) -> Any:
+    """An argument's shape and dtype, with its spec on the mesh."""
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        return leaf
+    sharding = getattr(leaf, "sharding", None)
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else P()
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+
+def report_run(config: TrainConfig, *, gpu: str | None, nodes: int = 1) -> MemoryReport:
+    """The report on a run's training step, for GPUs that need not be there, or (`gpu` is
+    None) for the devices that are.
+
+    Raises:
+        ConfigError: as `compile_for`.
+    """
+    if gpu is None:
+        devices = start_devices(config.devices)
+        config = resolve(config, num_devices=len(devices), platform=devices[0].platform)
+        assert config.mesh is not None  # resolved
+        mesh = make_mesh(config.mesh, config.model, devices)
+        compilation = compile_lowered(lower_train_step(config, mesh), mesh)
+    else:
+        compilation = compile_for(config, gpu, nodes)
+        assert compilation.mesh is not None
+        config = resolve(config, num_devices=compilation.mesh.size, platform="gpu")
+    # Which weights have to be gathered the audit knows better than the general rule.
+    general = [finding for finding in lint(compilation) if finding.rule != "gathered-weight"]
+    return explain(
+        compilation,
+        title=f"{config.model.name}, {config.data.batch_size} × {config.data.seq_len} tokens, "
+        f"mesh {config.mesh}, {gpu or jax.devices()[0].device_kind}",
+        findings=[*general, *audit(config, compilation.collectives)],
+        flops=step_flops(config),
+    )
+
+
+def explain(
+    compilation: Compilation, *, title: str, findings: Sequence[Finding], flops: float | None
+) -> MemoryReport:
+    """The report on a compiled program and the findings made of it."""
+    mesh, sizes = compilation.mesh, compilation.executable.memory_analysis()
+    assert sizes is not None
+    gpu = _gpu(mesh)
+    axes = {tuple(c.axis.split(",")) for c in compilation.collectives}
+    num_devices = 1 if mesh is None else mesh.size
+    outside = (
+        outside_pool(GPUS[gpu], num_devices=num_devices, communicators=max(1, len(axes)))
+        if gpu
+        else ()
+    )
+    ledger = compilation.ledger
+    return MemoryReport(
+        title=title,
+        gpu=gpu,
+        mesh={} if mesh is None else {a: n for a, n in mesh.shape.items() if n > 1},
+        num_devices=num_devices,
+        argument_bytes=sizes.argument_size_in_bytes,
+        output_bytes=sizes.output_size_in_bytes,
+        alias_bytes=sizes.alias_size_in_bytes,
+        temp_bytes=sizes.temp_size_in_bytes,
+        host_bytes=compilation.host_bytes,
+        outside_pool=tuple(outside),
+        capacity_bytes=GPUS[gpu].memory_bytes if gpu else None,
+        ledger=ledger.lines,
+        host_ledger=ledger.host_lines,
+        timeline=ledger.timeline,
+        collectives=tuple(compilation.collectives),
+        findings=tuple(sorted(findings, key=lambda finding: -(finding.bytes or 0))),
+        flops=flops,
+    )
+
+
+def _gpu(mesh: Mesh | None) -> str | None:
+    """The name of the mesh's kind of GPU, or None where it is unknown."""
+    kind = jax.devices()[0].device_kind if mesh is None else mesh.devices.flat[0].device_kind
+    for name, known in GPUS.items():
+        if _same(known, kind):
+            return name
+    return None
+
+
+def _same(known: Gpu, kind: str) -> bool:
+    return re.sub(r"\s+", " ", known.name).lower() == re.sub(r"\s+", " ", kind).lower()

@@ -1,0 +1,254 @@
+"""What a value of a compiled program is: its kind, and a name that a user knows.
+
+From the paths of the program's arguments and results, and from the scopes and
+primitives that JAX writes into each operation's `op_name`. It knows no model:
+scopes are those of `jax.named_scope`, whoever sets them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from tpjax.memory.buffers import Value
+from tpjax.memory.hlo import Index, Instruction, Origin, Program
+from tpjax.memory.paths import Place, path_kind, readable
+
+# Instructions that hand values on under the name of something larger.
+_CARRIERS = {"while", "tuple", "get-tuple-element", "parameter", "conditional", "call"}
+_ATTENTION = re.compile(r"\b(attend|dot_product_attention|flash_attention|mha)")
+_LOGITS = re.compile(r"logits|log_softmax|cross_entropy")
+_PARAMETER = re.compile(r"\b(kernel|bias|embedding|w\d*)\b")  # one of them, as an argument
+
+
+@dataclass(frozen=True)
+class Description:
+    """Kind (of `records.KINDS`), name and source line of a value, and whether it is made
+    going back through the program."""
+
+    kind: str
+    name: str
+    source: str | None
+    backward: bool = False
+
+
+class Namer:
+    """Describes the values of one program.
+
+    Args:
+        program: its text.
+        outputs: the path of each result, in order.
+        axis_sizes: of the mesh: what a gradient may be larger by before it is scattered.
+    """
+
+    def __init__(self, program: Program, outputs: Sequence[str], axis_sizes: Sequence[int] = ()):
+        self.program = program
+        self.arguments = {
+            int(one.arguments): one for one in program.by_computation[""] if _is_argument(one)
+        }
+        self._scales = sorted({size for size in axis_sizes if size > 1})
+        self._outputs = self._output_places(outputs)
+
+    @cached_property
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """Path → local shape, of the arguments that are parameters."""
+        found = {}
+        for one in self.arguments.values():
+            if self.argument(int(one.arguments)).kind == "parameters" and (
+                dims := re.search(r"\[([\d,]+)\]", one.result)
+            ):
+                found[readable(one.op_name)] = tuple(int(d) for d in dims[1].split(","))
+        return found
+
+    def argument(self, number: int) -> Description:
+        """The argument of that number."""
+        one = self.arguments.get(number)
+        path = readable(one.op_name) if one is not None and one.op_name else f"argument {number}"
+        single = "parameters" if _PARAMETER.search(path.lower()) else "inputs"
+        return Description(path_kind(path) or single, path, None)
+
+    def is_argument(self, value: Value, number: int) -> bool:
+        """Whether a value is the argument of that number as it came in."""
+        one = self.arguments.get(number)
+        return one is not None and value.instruction == one.name
+
+    def result(self, value: Value) -> Description | None:
+        """The program's result that a value is, or None."""
+        path = self._outputs.get((value.instruction, value.index))
+        if path is None:
+            return None
+        made = self.made(self.program.origin(value.instruction, value.index), value.shape)
+        kind = "gradients" if made.backward else path_kind(path) or made.kind
+        return Description(kind, path, made.source)
+
+    @cached_property
+    def gradient_results(self) -> set[str]:
+        """The paths of the results that come out of the backward pass as they are."""
+        return {
+            path
+            for place, path in self._outputs.items()
+            if self.made(self.program.origin(*place), ()).backward
+        }
+
+    def value(self, value: Value) -> Description:
+        """A temporary value, or a result that no path describes."""
+        if value.is_table:
+            return Description("other", "tables of pointers", None)
+        place = (value.instruction, value.index)
+        origin = self.program.origin(*place)
+        if origin.instruction.opcode in ("broadcast", "constant") and (
+            place in self.program.carried  # what a loop starts from: named for what it becomes
+        ):
+            origin = self.program.origin(*self.program.carried[place])
+        maker, index = origin.instruction, origin.index
+        if maker.opcode == "custom-call" and index and index[-1] and value.dtype in ("s8", "u8"):
+            return self._described("workspace", origin)
+        if maker.collective and not origin.stored:
+            inner = self.operand(maker, origin.operand_number, value.shape)
+            return Description("collectives", f"{maker.collective} of {inner.name}", inner.source)
+        return self.made(origin, value.shape)
+
+    def value_name(self, instruction: str, index: Index) -> str:
+        """The name alone, of a value whose shape does not matter."""
+        return self.made(self.program.origin(instruction, index), ()).name
+
+    def operand(self, one: Instruction, number: int, shape: tuple[int, ...]) -> Description:
+        """What an instruction gets as an operand; `shape` is what is known of it."""
+        return self.made(self.program.origin(one.operands[number]), shape)
+
+    def made(self, origin: Origin, shape: tuple[int, ...]) -> Description:
+        """A value of that origin and shape; a collective's, for what it moves."""
+        while origin.instruction.collective:
+            moved = origin.instruction.operands[origin.operand_number]
+            inner = self.program.origin(moved)
+            origin = Origin(inner.instruction, inner.index, origin.path + inner.path)
+        if _is_argument(origin.instruction):
+            return self.argument(int(origin.instruction.arguments))
+        place, _ = self._place(origin)
+        if place is None:
+            return self._described("other", origin)
+        if _ATTENTION.search(f"{place.scope}/{place.primitive}"):
+            return self._described("attention", origin)
+        if _LOGITS.search(place.scope):
+            return self._described("logits", origin)
+        if (place.backward or not place.scope or "update" in place.scope) and (
+            parameter := self.parameter_like(shape, place.scope)
+        ):
+            described = self._described("gradients", origin)
+            return dataclasses.replace(described, name=f"gradient of {parameter}")
+        return self._described("activations", origin)
+
+    def parameter_like(self, shape: tuple[int, ...], scope: str) -> str | None:
+        """The parameter that an array is as large as, or one layer of it.
+
+        Where the scope names a parameter, in any order of the dimensions; where it
+        names none, in the parameter's own order; without a scope, whichever fit.
+        """
+        dims = _signature(shape)
+        if not dims:
+            return None
+        named = {path: whole for path, whole in self.parameters.items() if _ends(path, scope)}
+        fitting = [
+            path
+            for path, whole in (named or self.parameters).items()
+            if shape in (forms := _forms(whole, self._scales))
+            or ((named or not scope) and dims in _signatures(forms))
+        ]
+        if len(fitting) > 3:
+            return f"one of {len(fitting)} parameters of this shape"
+        return " or ".join(fitting) or None
+
+    def _place(self, origin: Origin) -> tuple[Place | None, Instruction]:
+        """The operation nearest to the value that lies in a user's scope, or else the one
+        that made it, or else what that was made of."""
+        for one in origin.path:
+            if (
+                one.opcode not in _CARRIERS
+                and one.op_name
+                and (place := Place.parse(one.op_name)).scope
+            ):
+                return place, one
+        queue, seen = [origin.instruction], set()
+        while queue and len(seen) < 32:
+            one = queue.pop(0)
+            if one.op_name and not _is_argument(one):
+                return Place.parse(one.op_name), one
+            seen.add(one.name)
+            queue += [
+                self.program.origin(name).instruction
+                for name in one.operands
+                if name in self.program.instructions and name not in seen
+            ]
+        return None, origin.instruction
+
+    def _described(self, kind: str, origin: Origin) -> Description:
+        place, one = self._place(origin)
+        source = self.program.source(one) or self.program.source(origin.instruction)
+        if place is None:
+            return Description(kind, origin.instruction.name, source)
+        name = place.scope or place.primitive
+        if kind == "workspace":
+            name = f"workspace of {name}"
+        elif place.recomputed:
+            name = f"{name} (recomputed)"
+        elif place.backward:
+            name = f"gradient at {name}"
+        return Description(kind, name, source, place.backward)
+
+    def _output_places(self, paths: Sequence[str]) -> dict[tuple[str, Index], str]:
+        """Where the results are: every name that a result has on its way to the end."""
+        root = self.program.roots[""]
+        ends = root.operands if root.opcode == "tuple" else (root.name,)
+        places = {}
+        for path, name in zip(paths, ends, strict=False):
+            index: Index = ()
+            while True:
+                places[name, index] = path
+                step = self.program.same(name, index)
+                if step is None:
+                    break
+                name, index = step
+        return places
+
+
+def _is_argument(one: Instruction) -> bool:
+    return one.opcode == "parameter" and one.computation == ""
+
+
+def _signature(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without order and without ones: what transposes and reshapes leave of it."""
+    return tuple(sorted(d for d in shape if d > 1))
+
+
+def _forms(whole: tuple[int, ...], scales: Sequence[int]) -> list[tuple[int, ...]]:
+    """A parameter's local shape and that of one layer of it, as they are and with one
+    dimension gathered over a mesh axis."""
+    found = []
+    for shape in (whole, whole[1:]):
+        found.append(shape)
+        for scale in scales:
+            for i, size in enumerate(shape):
+                found.append((*shape[:i], size * scale, *shape[i + 1 :]))
+    return found
+
+
+def _signatures(forms: Sequence[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    """The forms without order, and as the matrices that matmuls make of them."""
+    found = set()
+    for form in forms:
+        found.add(_signature(form))
+        if len(form) > 2:
+            found.add(_signature((form[0], math.prod(form[1:]))))
+            found.add(_signature((math.prod(form[:-1]), form[-1])))
+    return found
+
+
+def _ends(path: str, scope: str) -> bool:
+    """Whether a parameter's path, such as "p['blocks']['mlp']['up']", ends as a scope does."""
+    words = re.findall(r"\w+", path)
+    parts = scope.split("/")
+    return bool(scope) and (words[-len(parts) :] == parts or words[-2:] == parts[-2:])

@@ -1,0 +1,180 @@
+"""What a training step of ours has to move between devices, by the mathematics.
+
+Per layer, tensor parallelism with a sharded sequence gathers the residual stream
+before attention and feed-forward and scatters their sums after them
+(arXiv:2205.05198); fsdp gathers each weight when it is used and scatters its
+gradient (arXiv:1910.02054); data parallelism sums each gradient once.
+
+Letters: B rows of a device's part of the batch, T sequence, D model width,
+V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tpjax.config import TrainConfig
+from tpjax.layers import PARAMETERS
+from tpjax.memory.records import Collective, Finding, gib
+from tpjax.mesh import TENSOR
+
+# Gathers and scatters of the residual stream that each policy repeats per layer going back.
+_REPEATED = {"none": (0, 0), "dots": (2, 0), "attention": (2, 1), "full": (2, 1)}
+SMALL_SHARE = 0.01  # of the residual stream: sums of gains' gradients, of scalars per token
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """Collectives that a step cannot do without.
+
+    Attributes:
+        op, axis: as in `Collective`.
+        elements: of the larger side.
+        count: runs per step.
+    """
+
+    op: str
+    axis: str
+    elements: int
+    count: int
+
+
+def needed(config: TrainConfig) -> list[Need]:
+    """All collectives of a resolved configuration's step, small sums left out."""
+    return [*_activations(config), *_weights(config), *_tables(config)]
+
+
+def _tensor_axis(config: TrainConfig) -> str:
+    """The mesh axes of size > 1 that `tensor` is made of."""
+    assert config.mesh is not None
+    copies = max(1, config.mesh.tensor // config.model.num_kv_heads)
+    sizes = (config.mesh.tensor // copies, copies)
+    return ",".join(axis for axis, size in zip(TENSOR, sizes, strict=True) if size > 1)
+
+
+def _residual_elements(config: TrainConfig) -> int:
+    """B·T·D of a device's rows."""
+    mesh, data = config.mesh, config.data
+    assert mesh is not None
+    rows = data.part_size // (mesh.data * mesh.fsdp)
+    return rows * data.seq_len * config.model.embed_dim
+
+
+def _activations(config: TrainConfig) -> Iterator[Need]:
+    """The residual stream, in each layer, in each chunk of the loss, and of the embedding."""
+    mesh, memory, A = config.mesh, config.memory, config.data.accumulate
+    assert mesh is not None
+    if mesh.tensor == 1:
+        return
+    gathers, scatters = _REPEATED[memory.remat]
+    axis, whole, L = _tensor_axis(config), _residual_elements(config), config.model.num_layers
+    chunks = memory.loss_chunks
+    if memory.sequence_parallel:
+        for op, extra in (("all-gather", gathers), ("reduce-scatter", scatters)):
+            yield Need(op=op, axis=axis, elements=whole, count=A * (L * (4 + extra) + 1))
+            yield Need(op=op, axis=axis, elements=whole // chunks, count=A * chunks)
+    else:
+        yield Need(op="all-reduce", axis=axis, elements=whole, count=A * (L * (4 + scatters) + 1))
+        yield Need(op="all-reduce", axis=axis, elements=whole // chunks, count=A * chunks)
+
+
+def _elements(config: TrainConfig, name: str, axes: Sequence[str]) -> int:
+    """Of one weight on a device, where `axes` of the mesh are sharded and the others not."""
+    mesh, sizes = config.mesh, config.model.sizes
+    assert mesh is not None
+    total = math.prod(sizes[letter] for letter in PARAMETERS[name].letters)
+    if "tensor" in axes:
+        heads = "K" in PARAMETERS[name].letters
+        total //= min(mesh.tensor, sizes["K"]) if heads else mesh.tensor
+    return total // mesh.fsdp if "fsdp" in axes else total
+
+
+def _matrices(config: TrainConfig) -> list[str]:
+    gate = ["gate"] if config.model.mlp == "swiglu" else []
+    return ["q", "k", "v", "o", *gate, "up", "down"]
+
+
+def _weights(config: TrainConfig) -> Iterator[Need]:
+    """Each layer's weights, and their gradients."""
+    mesh, A, L = config.mesh, config.data.accumulate, config.model.num_layers
+    assert mesh is not None
+    passes = 1 if config.memory.remat == "none" else 2
+    for name in _matrices(config):
+        gathered, stored = (_elements(config, name, a) for a in (("tensor",), ("tensor", "fsdp")))
+        if mesh.fsdp > 1:
+            yield Need(op="all-gather", axis="fsdp", elements=gathered, count=A * L * passes)
+            yield Need(op="reduce-scatter", axis="fsdp", elements=gathered, count=A * L)
+        if mesh.data > 1:
+            yield Need(op="all-reduce", axis="data", elements=stored, count=A * L)
+        if name in "kv" and mesh.tensor > config.model.num_kv_heads:
+            yield Need(op="all-reduce", axis="kv_copy", elements=gathered, count=A * L)
+
+
+def _tables(config: TrainConfig) -> Iterator[Need]:
+    """The vocabulary's tables: gathered for embedding and head, their gradients apart."""
+    mesh, A = config.mesh, config.data.accumulate
+    assert mesh is not None
+    for name in ("embedding", "head"):  # a tied table has the gradients of both
+        gathered = _elements(config, name, ("tensor",))
+        if mesh.fsdp > 1:
+            for op in ("all-gather", "reduce-scatter"):
+                yield Need(op=op, axis="fsdp", elements=gathered, count=A)
+        if mesh.data > 1:
+            yield Need(op="all-reduce", axis="data", elements=gathered, count=A)
+    if config.model.rope is None:  # learned positions: each device's part of the sequence
+        whole = config.model.max_seq_len * config.model.embed_dim
+        yield Need(op="all-gather", axis="fsdp", elements=whole, count=A)
+        yield Need(op="all-gather", axis=_tensor_axis(config), elements=whole, count=A)
+        axes = [axis for axis in ("data", "fsdp") if getattr(mesh, axis) > 1]
+        yield Need(op="all-reduce", axis=",".join(axes), elements=whole, count=A)
+
+
+def unneeded(config: TrainConfig, found: Sequence[Collective]) -> list[tuple[Collective, int]]:
+    """Collectives beyond `needed`, each with the runs per step that are too many.
+
+    Small sums are left out. XLA may join several arrays in one collective: what is
+    left of both sides is compared by its total.
+    """
+    small = SMALL_SHARE * _residual_elements(config)
+    left: Counter = Counter()
+    for need in needed(config):
+        left[need.op, need.axis, need.elements] += need.count
+    extra: list[tuple[Collective, int]] = []
+    for c in found:
+        elements = math.prod(c.shape)
+        if c.count is None or (c.op == "all-reduce" and elements <= small):
+            continue
+        covered = min(left[c.op, c.axis, elements], c.count)
+        left[c.op, c.axis, elements] -= covered
+        if c.count > covered:
+            extra.append((c, c.count - covered))
+    totals: Counter = Counter()
+    for (op, axis, elements), count in left.items():
+        totals[op, axis] += elements * count
+    for c, count in extra:
+        totals[c.op, c.axis] -= math.prod(c.shape) * count
+    return [(c, count) for c, count in extra if totals[c.op, c.axis] < -small]
+
+
+def audit(config: TrainConfig, found: Sequence[Collective]) -> list[Finding]:
+    """A finding for each collective that the mathematics does not need."""
+    return [
+        Finding(
+            rule="unneeded-collective",
+            name=c.name,
+            message=f"{c.op} of {c.name} {c.dtype}{list(c.shape)} over {c.axis}, {count} × a step, "
+            f"is more than the mathematics needs: {gib(_wire_bytes(c, count))} on the wire.",
+            remedy=f"Look at the shardings around {c.source or 'it'}.",
+            bytes=_wire_bytes(c, count),
+        )
+        for c, count in unneeded(config, found)
+    ]
+
+
+def _wire_bytes(c: Collective, count: int) -> int:
+    assert c.wire_bytes is not None
+    assert c.count is not None
+    return c.wire_bytes * count // c.count
