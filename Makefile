@@ -7,7 +7,7 @@ EXTRA ?= $(if $(shell command -v nvidia-smi 2>/dev/null),[cuda12],)
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: train test lint types clean
+.PHONY: train test lint types notebooks clean
 
 train: .venv/.train
 	$(BIN)/python -m experiments.train --remat=dots $(ARGS)
@@ -21,6 +21,10 @@ lint: .venv/.test
 
 types: .venv/.test
 	$(BIN)/basedpyright
+
+# Runs the notebooks and saves them with their outputs.
+notebooks: .venv/.test
+	$(BIN)/python tests/test_notebooks.py
 
 # Stamps: installed once, and again when pyproject.toml changes.
 .venv/.train: pyproject.toml

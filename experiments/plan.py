@@ -13,7 +13,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
 from rich.console import Console
 
 from experiments import screen
@@ -67,20 +66,12 @@ def _make(plan: Plan) -> None:
         present or bool(plan.gpu),
         f"there is no GPU in this machine; name a kind: --gpu {'|'.join(GPUS)}.",
     )
-    if not present:
-        jax.config.update("jax_platforms", "cpu")  # or the plugin looks for a driver
     report = report_run(plan.run, gpu=plan.gpu or None, nodes=plan.nodes)
     Console().print(screen.whole(report))
     if plan.json:
         Path(plan.json).write_text(json.dumps(report.as_json(), indent=1) + "\n")
     if plan.timeline:
-        draw(
-            report.timeline,
-            report.ledger,
-            plan.timeline,
-            title=report.title,
-            capacity_bytes=report.capacity_bytes,
-        )
+        draw(report, plan.timeline)
 
 
 def _read_two(paths: list[str]) -> tuple[dict, dict]:

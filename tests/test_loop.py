@@ -5,17 +5,24 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
-from conftest import TINY
+from conftest import TINY, mesh_of
 
 from experiments.train import summary
 from tpjax.config import ConfigError, DataConfig, MeshConfig, OptimConfig, TrainConfig
-from tpjax.loop import Diverged, train
+from tpjax.loop import Diverged, OutOfMemory, train
+from tpjax.memory.advice import Advice
+from tpjax.memory.compiled import compile_lowered
+from tpjax.memory.records import gib
+from tpjax.resolve import resolve
+from tpjax.step import lower_train_step
 
 ROOT = Path(__file__).parent.parent
 
@@ -75,6 +82,80 @@ def test_a_dry_run_compiles_and_leaves_nothing(config):
     assert result.train_loss is None
     assert not Path(config.out).exists()
     assert "nothing was trained" in "".join(map(str, summary(result).columns[1].cells))
+
+
+def test_memory_is_told_before_and_after(config, capsys):
+    result = train(config)
+    printed = capsys.readouterr().out
+    assert printed.index("memory per device") < printed.index("step     1")
+    memory = json.loads(Path(config.out, "memory.json").read_text())
+    assert memory["compiled_peak_bytes"] == result.memory.compiled_peak_bytes
+    assert memory["capacity_bytes"] > memory["compiled_peak_bytes"]
+    assert memory["host_peak_bytes"] > 50 * 1024**2
+    assert len(memory["live"]["devices"]) == 4
+    line = json.loads(Path(config.out, "metrics.jsonl").read_text().splitlines()[0])
+    assert line["bytes_in_use"] is None
+    assert line["host_bytes"] > 50 * 1024**2
+
+
+def test_a_run_that_cannot_fit_is_refused_with_what_would_help(config, monkeypatch):
+    peak = train(dataclasses.replace(config, dry_run=True)).memory.compiled_peak_bytes
+    monkeypatch.setattr("tpjax.loop.capacity", lambda devices: (peak - 1, None))
+    advice = [Advice("--remat=full", 300 * 1024), Advice("--moments=bf16", 2 * 1024**2)]
+    monkeypatch.setattr("tpjax.loop.advise", lambda config, devices: advice)
+    with pytest.raises(ConfigError) as refused:
+        train(config)
+    said = str(refused.value)
+    assert f"the step needs {gib(peak)} on each device, and {gib(peak - 1)} is there" in said
+    assert "--force starts it all the same" in said
+    assert said.endswith("What would help most: --remat=full: 300.0 KiB; --moments=bf16: 2.0 MiB.")
+    assert "\n" not in said
+    assert not Path(config.out).exists()
+    assert train(dataclasses.replace(config, force=True)).train_loss is not None
+    monkeypatch.setattr("tpjax.loop.capacity", lambda devices: (peak, None))
+    assert train(dataclasses.replace(config, out=f"{config.out}-2")).memory.fits is True
+
+
+def test_running_out_of_memory_ends_in_the_ledger_and_three_changes(config, monkeypatch):
+    """The device's own error is made up; what is said of it is compiled."""
+    allocator = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123 bytes.\nBFC dump"
+
+    def run_out(*_):
+        raise jax.errors.JaxRuntimeError(allocator)
+
+    monkeypatch.setattr("tpjax.loop._all_steps", run_out)
+    with pytest.raises(OutOfMemory) as stopped:
+        train(config)
+    said = str(stopped.value)
+    assert "while trying to allocate 123 bytes" in said
+    assert "BFC dump" not in said
+    assert stopped.value.__cause__ is None
+    before, after = said.split("What would help most")
+    step = compile_lowered(*_lowered(config))
+    largest = step.ledger.lines[0]
+    assert f"{gib(largest.bytes):>10}  {largest.kind:<12} {largest.name}" in before
+    changes = re.findall(r"^  (--\S+(?: --\S+)?) +([\d.]+ \w+)$", after, re.M)
+    assert len(changes) == 3
+    sizes = dict(changes)
+    split = dataclasses.replace(config, data=dataclasses.replace(config.data, accumulate=4))
+    leaner = compile_lowered(*_lowered(split))
+    assert sizes["--accumulate=4"] == gib(leaner.peak_bytes)
+    assert leaner.peak_bytes < step.peak_bytes
+
+
+def test_other_errors_of_the_device_stay_what_they_are(config, monkeypatch):
+    def fail(*_):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+    monkeypatch.setattr("tpjax.loop._all_steps", fail)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        train(config)
+
+
+def _lowered(config: TrainConfig):
+    config = resolve(config, num_devices=4, platform="cpu")
+    mesh = mesh_of(config)
+    return lower_train_step(config, mesh), mesh
 
 
 def test_times_are_of_the_step_they_stand_beside(config):

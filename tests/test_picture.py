@@ -16,12 +16,36 @@ import numpy as np
 import pytest
 
 from tpjax.config import ConfigError
-from tpjax.memory import scene
-from tpjax.memory.picture import TABLE_LINES, draw
-from tpjax.memory.records import KINDS, Line, Loop, Timeline
+from tpjax.memory import picture, scene
+from tpjax.memory.picture import TABLE_LINES
+from tpjax.memory.records import KINDS, Line, Loop, MemoryReport, Timeline
 
 MIB = 1024**2
 HOSTILE = "</script><script>alert('1')</script><!--DATA-->&amp; $x_$ \n\x00\u202e\ud800 \u5b57"
+
+
+def draw(shown: Timeline, ledger, path, *, title: str, capacity_bytes: int | None = None) -> None:
+    """The picture of a report that has no more than this."""
+    report = MemoryReport(
+        title=title,
+        gpu=None,
+        mesh={},
+        num_devices=1,
+        argument_bytes=0,
+        output_bytes=0,
+        alias_bytes=0,
+        temp_bytes=0,
+        host_bytes=0,
+        outside_pool=(),
+        capacity_bytes=capacity_bytes,
+        ledger=tuple(ledger),
+        host_ledger=(),
+        timeline=shown,
+        collectives=(),
+        findings=(),
+        flops=None,
+    )
+    picture.draw(report, path)
 
 
 def series(num: int, *spans: tuple[int, int, int]) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from jax.sharding import reshard
 
 from tpjax import remat
 from tpjax.config import MemoryConfig, ModelConfig
-from tpjax.layers import make_weight, read, rms_norm, rotate
+from tpjax.layers import contract, make_weight, read, rms_norm, rotate
 from tpjax.mesh import TENSOR
 from tpjax.precision import DTYPES
 from tpjax.sharding import activation_spec, residual_spec
@@ -57,14 +57,14 @@ class Attention(nnx.Module):
         y_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, self.memory.attention, self.model.sliding_window)
         out_spec = residual_spec(self.memory.sequence_parallel)
         with jax.named_scope("o"):
-            out_BTD = jnp.einsum(
-                "BTNH,NHD->BTD", y_BTNH, read(self.o, dtype), out_sharding=out_spec
-            )
+            weight_NHD = read(self.o, dtype, gathered=False)
+            out_BTD = contract("BTNH,NHD->BTD", y_BTNH, weight_NHD, out_spec)
             return out_BTD if self.o_bias is None else out_BTD + read(self.o_bias, dtype)
 
     def _project(self, x_BTD: Array, weight: nnx.Param, bias: nnx.Param | None) -> Array:
         with jax.named_scope(weight.get_metadata()["name"]):
-            out = jnp.einsum("BTD,DNH->BTNH", x_BTD, copy_heads(read(weight, x_BTD.dtype)))
+            weight_DNH = copy_heads(read(weight, x_BTD.dtype, gathered=False))
+            out = contract("BTD,DNH->BTNH", x_BTD, weight_DNH)
             return out if bias is None else out + copy_heads(read(bias, x_BTD.dtype))
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
 from tpjax.config import MemoryConfig, ModelConfig, RopeConfig
@@ -92,6 +93,45 @@ def read(weight: nnx.Param, dtype, *, gathered: bool = True) -> Array:
     """
     letters = PARAMETERS[weight.get_metadata()["name"]].letters
     return reshard(weight[...].astype(dtype), weight_spec(letters, gathered=gathered))
+
+
+def contract(equation: str, x: Array, weight: Array, out_spec: P | None = None) -> Array:
+    """An einsum of activations with a weight that comes as it is stored (`read` without
+    gathering): it is gathered over fsdp here, and its gradient is made in its shards.
+
+    Args:
+        equation: three operands by letter, such as "BTD,DF->BTF".
+        out_spec: of the result, where the equation sums over a sharded dimension.
+    """
+    return _contract(equation, out_spec, jax.typeof(weight).sharding.spec, x, weight)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _contract(equation: str, out_spec: P | None, stored: P, x: Array, weight: Array) -> Array:
+    return _contract_forward(equation, out_spec, stored, x, weight)[0]
+
+
+def _contract_forward(equation: str, out_spec: P | None, stored: P, x: Array, weight: Array):
+    gathered = reshard(weight, P(*(None if axis == "fsdp" else axis for axis in stored)))
+    return jnp.einsum(equation, x, gathered, out_sharding=out_spec), (x, gathered)
+
+
+def _contract_backward(equation: str, out_spec: P | None, stored: P, saved, g: Array):
+    """Asked for in its shards, the weight's gradient is scattered over fsdp and summed over
+    data. Asked for whole, as differentiating the einsum would, it is summed over both."""
+    x, gathered = saved
+    letters_x, letters_w, letters_y = equation.replace("->", ",").split(",")
+    dx = jnp.einsum(
+        f"{letters_y},{letters_w}->{letters_x}",
+        g,
+        gathered,
+        out_sharding=jax.typeof(x).sharding.spec,
+    )
+    dw = jnp.einsum(f"{letters_x},{letters_y}->{letters_w}", x, g, out_sharding=stored)
+    return dx, dw
+
+
+_contract.defvjp(_contract_forward, _contract_backward)
 
 
 class Norm(nnx.Module):

@@ -20,7 +20,7 @@ from tpjax.config import ConfigError, TrainConfig
 from tpjax.data import EvalBatches, Tokenizer, TrainBatches, load_corpus, load_tokenizer, place
 from tpjax.generate import sample
 from tpjax.log import RunLog
-from tpjax.memory.advice import advise, in_words
+from tpjax.memory.advice import advise, explain_peak
 from tpjax.memory.compiled import compile_lowered, peak_bytes
 from tpjax.memory.live import LiveMemory, capacity, live_memory
 from tpjax.memory.records import RunMemory, gib
@@ -217,7 +217,7 @@ def _prepare(config: TrainConfig) -> _Run:
 def _what_would_help(run: _Run) -> str:
     """The ledger of the step at its peak, and the changes that lower it most."""
     step = compile_lowered(lower_train_step(run.config, run.mesh), run.mesh)
-    return in_words(step.ledger.lines, advise(run.config, list(run.mesh.devices.flat)))
+    return explain_peak(step.ledger.lines, advise(run.config, list(run.mesh.devices.flat)))
 
 
 def _cannot_fit(run: _Run, memory: RunMemory) -> str:

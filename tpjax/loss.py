@@ -141,8 +141,9 @@ def _local_sweep(
     if not with_gradient:
         return (loss,)
     # Settled here, or XLA would carry the float32 sum to the end of the backward pass.
-    dhead = jax.lax.psum(jax.lax.optimization_barrier(dhead.astype(head.dtype)), "data")
-    return loss, dx, jax.lax.psum_scatter(dhead, "fsdp", scatter_dimension=1, tiled=True)
+    dhead = jax.lax.optimization_barrier(dhead.astype(head.dtype))
+    dhead = jax.lax.psum_scatter(dhead, "fsdp", scatter_dimension=1, tiled=True)
+    return loss, dx, jax.lax.psum(dhead, "data")
 
 
 class _Chunk:

@@ -51,6 +51,13 @@ def gpu_driver_present() -> bool:
     )
 
 
+def stay_off_missing_gpus() -> None:
+    """Without a driver, has JAX start on the CPU: its CUDA plugin would print a traceback,
+    and not give its compiler either."""
+    if not gpu_driver_present() and "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")
+
+
 def start_devices(num_simulated: int) -> list:
     """The devices to run on: all GPUs, or `num_simulated` simulated CPU devices.
 
@@ -61,9 +68,7 @@ def start_devices(num_simulated: int) -> list:
     Raises:
         ConfigError: JAX has started with fewer CPU devices, or on other accelerators.
     """
-    if not gpu_driver_present() and "JAX_PLATFORMS" not in os.environ:
-        # A CUDA plugin without a driver would print a traceback at start.
-        jax.config.update("jax_platforms", "cpu")
+    stay_off_missing_gpus()
     if jax.config.values.get("jax_compilation_cache_dir") is None:
         cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
         jax.config.update("jax_compilation_cache_dir", str(cache / "tpjax"))

@@ -1,6 +1,6 @@
 """The tensor-parallel feed-forward half of a block: F is sharded.
 
-Letters: B batch, T sequence, D model width, F feed-forward width.
+Letters: B batch, T sequence, D model width, F feed-forward width; R = B·T rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jax import Array
 from jax.sharding import reshard
 
 from tpjax.config import MemoryConfig, ModelConfig
-from tpjax.layers import make_weight, read
+from tpjax.layers import contract, make_weight, read
 from tpjax.precision import DTYPES
 from tpjax.sharding import activation_spec, residual_spec
 
@@ -69,15 +69,13 @@ class MLP(nnx.Module):
             else h * jax.nn.silu(self._project(x, self.gate, self.gate_bias))
         )
         with jax.named_scope("down"):
-            out_BTD = jnp.einsum(
-                "BTF,FD->BTD",
-                h.reshape(B, T, -1),
-                read(self.down, dtype),
-                out_sharding=residual_spec(self.memory.sequence_parallel),
-            )
+            weight_FD = read(self.down, dtype, gathered=False)
+            out_spec = residual_spec(self.memory.sequence_parallel)
+            out_BTD = contract("BTF,FD->BTD", h.reshape(B, T, -1), weight_FD, out_spec)
             return out_BTD if self.down_bias is None else out_BTD + read(self.down_bias, dtype)
 
     def _project(self, x: Array, weight: nnx.Param, bias: nnx.Param | None) -> Array:
         with jax.named_scope(weight.get_metadata()["name"]):
-            out = jnp.einsum("...D,DF->...F", x, read(weight, x.dtype))
+            equation = "BTD,DF->BTF" if x.ndim == 3 else "RD,DF->RF"
+            out = contract(equation, x, read(weight, x.dtype, gathered=False))
             return out if bias is None else out + read(bias, x.dtype)

@@ -30,7 +30,6 @@ class Block(nnx.Module):
         self.mlp_norm = Norm(model, memory, rngs)
         self.mlp = MLP(model, memory, rngs)
 
-    @jax.named_scope("block")
     def __call__(self, x_BTD: Array, rope: tuple[Array, Array] | None) -> Array:
         x_BTD += self.attention(self.attention_norm(x_BTD), rope)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
@@ -68,7 +67,8 @@ class Transformer(nnx.Module):
         def body(x_BTD: Array, layer: dict):
             return nnx.merge(block, layer)(x_BTD, rope), None
 
-        x_BTD, _ = jax.lax.scan(remat.rematerialise(body, self.memory.remat), x_BTD, stacked)
+        with jax.named_scope("layers"):
+            x_BTD, _ = jax.lax.scan(remat.rematerialise(body, self.memory.remat), x_BTD, stacked)
         return self.norm(x_BTD)
 
     @jax.named_scope("embedding")

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 
 from tpjax.config import ConfigError, TrainConfig
 from tpjax.memory.compiled import compile_step, peak_bytes
-from tpjax.memory.records import Line, gib
+from tpjax.memory.records import Line, gib, in_words
 from tpjax.mesh import make_mesh
 from tpjax.resolve import resolve
-
-LEDGER_LINES = 12  # of a ledger in words: what is smaller decides nothing
 
 
 @dataclass(frozen=True)
@@ -73,20 +71,10 @@ def _changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
         yield f"--mesh={sharded}", dataclasses.replace(config, mesh=sharded)
 
 
-def in_words(ledger: Sequence[Line], advice: Sequence[Advice]) -> str:
+def explain_peak(ledger: Sequence[Line], advice: Sequence[Advice]) -> str:
     """The largest lines of a ledger and the changes, line by line for a terminal."""
-    lines = [
-        f"  {gib(line.bytes):>10}  {line.kind:<12} {line.name}  {line.dtype}{list(line.shape)}"
-        for line in ledger[:LEDGER_LINES]
-    ]
-    rest = sum(line.bytes for line in ledger[LEDGER_LINES:])
-    changes = [f"  {one.flags:<30} {gib(one.peak_bytes)}" for one in advice]
-    return "\n".join(
-        [
-            "What the step holds on each device at its peak:",
-            *lines,
-            f"  {gib(rest):>10}  in {max(len(ledger) - LEDGER_LINES, 0)} smaller arrays",
-            "What would help most, with the peak it gives:" if changes else "",
-            *changes,
-        ]
-    ).rstrip()
+    said = f"What the step holds on each device at its peak:\n{in_words(ledger)}"
+    if not advice:
+        return said
+    changes = "\n".join(f"  {one.flags:<30} {gib(one.peak_bytes)}" for one in advice)
+    return f"{said}\nWhat would help most, with the peak it gives:\n{changes}"

@@ -7,11 +7,13 @@ description, and asked to write down where it puts every buffer.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import pkgutil
 import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import jax
@@ -29,7 +31,7 @@ from tpjax.memory.names import Namer
 from tpjax.memory.paths import readable
 from tpjax.memory.records import Collective
 from tpjax.memory.traffic import collectives
-from tpjax.mesh import make_mesh
+from tpjax.mesh import make_mesh, stay_off_missing_gpus
 from tpjax.resolve import resolve
 from tpjax.step import lower_train_step
 
@@ -51,16 +53,35 @@ def absent_devices(gpu: str, num_devices: int, nodes: int = 1) -> list:
         nodes > 0 and num_devices % nodes == 0,
         f"nodes={nodes} does not divide the {num_devices} devices of the mesh evenly.",
     )
+    describe = partial(
+        topologies.get_topology_desc,
+        gpu,
+        "cuda",
+        topology=f"1x{nodes}x{num_devices // nodes}",
+        target_config=target,
+    )
+    stay_off_missing_gpus()
     try:
-        topology = topologies.get_topology_desc(
-            gpu, "cuda", topology=f"1x{nodes}x{num_devices // nodes}", target_config=target
-        )
+        try:
+            topology = describe()
+        except NotImplementedError:
+            _register_compiler()
+            topology = describe()
     except Exception as error:
         raise ConfigError(
             "JAX's compiler for GPUs is not here; install it with: pip install 'tpjax[plan]' "
             f"({' '.join(str(error).split())[:200]})"
         ) from error
     return list(topology.devices)
+
+
+def _register_compiler() -> None:
+    """Gives JAX the compiler of its CUDA plugin, which it passes over if it starts without a
+    driver and is not told to stay on the CPU."""
+    plugins = importlib.import_module("jax_plugins")
+    for module in pkgutil.iter_modules(plugins.__path__, "jax_plugins."):
+        if "cuda" in module.name:
+            importlib.import_module(module.name).initialize()
 
 
 def absent_mesh(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
 from collections.abc import Sequence
@@ -19,7 +20,6 @@ from tpjax.memory.compiled import (
     absent_mesh,
     compile_for,
     compile_lowered,
-    is_absent,
 )
 from tpjax.memory.lint import lint
 from tpjax.memory.needs import audit
@@ -27,6 +27,8 @@ from tpjax.memory.records import Finding, MemoryReport
 from tpjax.mesh import make_mesh, start_devices
 from tpjax.resolve import resolve
 from tpjax.step import lower_train_step
+
+HOST_MEMORY = "pinned_host"  # JAX's name
 
 
 def report(
@@ -42,32 +44,31 @@ def report(
         jitted: what `jax.jit` returned.
         args: arrays or `jax.ShapeDtypeStruct`s, as the function takes them.
         gpu: a name of `tpjax.gpus.GPUS`, such as "h100".
-        mesh: the mesh to compile under (as `jax.set_mesh` would set it): one of
-            `absent_mesh` where `gpu` is not given and nothing else says so.
+        mesh: the mesh to compile under, as `jax.set_mesh` would set it, such as an
+            `absent_mesh`; by default that of the arguments.
 
     Raises:
         ConfigError: not a jitted function, or one that holds fast to other devices.
     """
     if not hasattr(jitted, "lower"):
         raise ConfigError(f"{jitted!r} is no jitted function; pass jax.jit(f).")
-    mesh = mesh or _mesh_of(args)
-    if gpu is not None and not (mesh is not None and is_absent(mesh.devices.flat[0])):
+    mesh = mesh or _mesh_of(args) or _mesh_set()
+    if gpu is not None and (mesh is None or _gpu(mesh) != gpu):
         mesh = _retarget(mesh, gpu)
     if mesh is not None:
         args = jax.tree.map(lambda leaf: _abstract(leaf, mesh), args)
     name = getattr(jitted, "__name__", "function")
-    with warnings.catch_warnings(record=True):  # of donation: the findings say it
-        warnings.simplefilter("always")
+    with warnings.catch_warnings():  # the findings say it
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         compilation = compile_lowered(_lower(jitted, args, mesh, name), mesh)
     return explain(compilation, title=name, findings=lint(compilation), flops=None)
 
 
 def _lower(jitted: Any, args: Sequence, mesh: Mesh | None, name: str) -> jax.stages.Lowered:
     try:
-        if mesh is None:
-            return jitted.lower(*args)
-        with jax.set_mesh(mesh):
-            return jitted.lower(*args)
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+            lowered = jitted.lower(*args)
+        return getattr(lowered, "lowered", lowered)  # nnx.jit wraps JAX's
     except ValueError as error:
         if "incompatible devices" not in str(error) and "context mesh" not in str(error):
             raise
@@ -87,6 +88,12 @@ def _mesh_of(args: Any) -> Mesh | None:
     return None
 
 
+def _mesh_set() -> Mesh | None:
+    """The mesh that `jax.set_mesh` has set, if any is."""
+    mesh = jax.sharding.get_mesh()
+    return None if mesh.empty else mesh
+
+
 def _retarget(mesh: Mesh | None, gpu: str) -> Mesh:
     """A mesh of the same shape of GPUs that need not be there; of one without a mesh."""
     if mesh is None:
@@ -99,11 +106,16 @@ def _abstract(leaf: Any, mesh: Mesh) -> Any:
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         return leaf
     sharding = getattr(leaf, "sharding", None)
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else P()
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+    if not isinstance(sharding, NamedSharding):
+        placed = NamedSharding(mesh, P())
+    elif sharding.memory_kind == HOST_MEMORY:  # on absent devices themselves JAX drops the kind
+        placed = NamedSharding(mesh.abstract_mesh, sharding.spec, memory_kind=HOST_MEMORY)
+    else:
+        placed = NamedSharding(mesh, sharding.spec)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed)
 
 
-def report_run(config: TrainConfig, *, gpu: str | None, nodes: int = 1) -> MemoryReport:
+def report_run(config: TrainConfig, *, gpu: str | None = None, nodes: int = 1) -> MemoryReport:
     """The report on a run's training step, for GPUs that need not be there, or (`gpu` is
     None) for the devices that are.
 
@@ -125,7 +137,8 @@ def report_run(config: TrainConfig, *, gpu: str | None, nodes: int = 1) -> Memor
     return explain(
         compilation,
         title=f"{config.model.name}, {config.data.batch_size} × {config.data.seq_len} tokens, "
-        f"mesh {config.mesh}, {gpu or jax.devices()[0].device_kind}",
+        f"{config.mesh} × {gpu or jax.devices()[0].device_kind}, remat {config.memory.remat}, "
+        f"parameters {config.memory.params}, moments {config.memory.moments}",
         findings=[*general, *audit(config, compilation.collectives)],
         flops=step_flops(config),
     )

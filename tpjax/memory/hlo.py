@@ -1,62 +1,30 @@
-"""A compiled program's text as data: its instructions, loops, and where values come from."""
+"""A compiled program as data: its instructions, its loops, and where values come from."""
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
+
+from tpjax.memory.text import Instruction, elements, read_frames, read_instruction
 
 Index = tuple[int, ...]
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
-_START = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = ")
-_OPCODE = re.compile(r" ([\w\-]+)\(")
 _CALLED = re.compile(
     r"(?:calls|body|condition|to_apply|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
 _LIBRARIES = re.compile(r"(^|/)(jax|jaxlib|flax|optax|chex)/")
 
 ALIKE = {"bitcast", "copy", "reshape", "transpose", "convert", "copy-start", "copy-done", "slice"}
-ALIKE |= {"dynamic-slice", "optimization-barrier", "all-gather-done", "all-reduce-done"}
-ALIKE |= {"collective-permute-done"}
+ALIKE |= {"dynamic-slice", "optimization-barrier", "all-reduce-done"}
 """Instructions whose result is their first operand in another form."""
 
-COLLECTIVES = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"}
-COLLECTIVES |= {"collective-permute", "collective-broadcast"}
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """One instruction; `text` is all that stands after its operands."""
-
-    name: str
-    computation: str
-    opcode: str
-    result: str  # its shape, as XLA writes it
-    operands: tuple[str, ...]
-    arguments: str  # what stands between the parentheses
-    text: str
-
-    @property
-    def op_name(self) -> str:
-        """JAX's path of the operation, or of the argument for a parameter of the program."""
-        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.text)
-        return found[1].replace("\\'", "'").replace('\\"', '"') if found else ""
-
-    @property
-    def collective(self) -> str | None:
-        """Which collective this starts, or None."""
-        op = self.opcode.removesuffix("-start")
-        return op if op in COLLECTIVES else None
-
-    def attribute(self, name: str) -> str | None:
-        """A computation that an attribute names."""
-        found = re.search(rf"\b{name}=%?([\w.\-]+)", self.text)
-        return found[1] if found else None
+# Asynchronous instructions that give their operands, then their results; what ends them
+# gives the results alone. (An all-reduce-start gives its results alone, too.)
+_STARTED = {"all-gather-start", "collective-permute-start", "async-start"}
+_DONE = {"all-gather-done", "collective-permute-done", "async-done"}
 
 
 @dataclass(frozen=True)
@@ -71,7 +39,7 @@ class Origin:
     @property
     def operand_number(self) -> int:
         """Of a collective that moves several arrays: which of them this is."""
-        places = self.index[1:] if self.instruction.opcode.endswith("-start") else self.index
+        places = self.index[1:] if self.instruction.opcode in _STARTED else self.index
         return places[-1] if places else 0
 
     @property
@@ -93,16 +61,16 @@ class Program:
     @classmethod
     def parse(cls, text: str) -> Program:
         """Reads the text of a scheduled module."""
-        program, computation = cls(frames=_frames(text)), None
+        program, computation = cls(frames=read_frames(text)), None
         for line in text.splitlines():
             if not line.startswith(" "):
                 header = _HEADER.match(line)
                 computation = ("" if header[1] else header[2]) if header else None
-            elif computation is not None and (start := _START.match(line)):
-                one = _instruction(line, start, computation)
+            elif computation is not None and (one := read_instruction(line, computation)):
+                program.instructions |= {e.name: e for e in elements(one, program.instructions)}
                 program.instructions[one.name] = one
                 program.by_computation[computation].append(one)
-                if start[1]:
+                if one.is_root:
                     program.roots[computation] = one
         for one in program.instructions.values():
             for called in _CALLED.findall(one.text):
@@ -199,14 +167,13 @@ class Program:
             return same
         if opcode == "dynamic-update-slice":
             return one.operands[1], ()
-        if opcode == "async-done":
+        if opcode in _DONE:
             return one.operands[0], (1, *index)
         if opcode in ALIKE:
-            return one.operands[0], index if opcode.endswith("-done") else ()
+            return one.operands[0], () if opcode == "copy-start" else index
         if opcode == "while" and index:
             return self._carried(one, index, seen)
-        if opcode.endswith("-start") and len(index) and opcode != "all-reduce-start":
-            # An asynchronous instruction gives its operands, then its results.
+        if opcode in _STARTED and index:
             if index[0] == 0:
                 return one.operands[index[1] if len(index) > 1 else 0], ()
             index = index[1:]
@@ -248,64 +215,3 @@ def trip_count(loop: Instruction) -> int | None:
     """How often a loop's body runs, where XLA knows it."""
     found = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.text)
     return int(found[1]) if found else None
-
-
-def _instruction(line: str, start: re.Match, computation: str) -> Instruction:
-    begin = start.end()
-    shape_end = _closing(line, begin) + 1 if line[begin] == "(" else line.index(" ", begin)
-    opcode = _OPCODE.match(line, shape_end)
-    assert opcode is not None, line[:200]
-    close = _closing(line, opcode.end() - 1)
-    arguments = line[opcode.end() : close]
-    return Instruction(
-        name=start[2],
-        computation=computation,
-        opcode=opcode[1],
-        result=line[begin:shape_end],
-        operands=tuple(re.findall(r"%([\w.\-]+)", arguments)),
-        arguments=arguments,
-        text=line[close + 1 :],
-    )
-
-
-def _closing(line: str, begin: int) -> int:
-    """Where the parenthesis that opens at `begin` closes."""
-    depth = 0
-    for found in re.finditer(r"[()]", line[begin:]):
-        depth += 1 if found[0] == "(" else -1
-        if depth == 0:
-            return begin + found.start()
-    raise ValueError(f"unbalanced: {line[:200]}")
-
-
-def _frames(text: str) -> dict[int, tuple[str, int]]:
-    """Stack frames by id: "file.py:line" and the frame that called it (0: none)."""
-    files = dict(re.findall(r'^(\d+) "(.*)"$', _section(text, "FileNames"), re.M))
-    lines = {
-        number: f"{_short(files.get(file, '?'))}:{line}"
-        for number, file, line in re.findall(
-            r"^(\d+) \{file_name_id=(\d+) .*?line=(\d+)", _section(text, "FileLocations"), re.M
-        )
-    }
-    return {  # a parent's id is written one too high, so that the outermost frame names itself
-        int(number): (lines.get(place, "?"), int(parent) - 1)
-        for number, place, parent in re.findall(
-            r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?\}",
-            _section(text, "StackFrames"),
-            re.M,
-        )
-        if parent
-    }
-
-
-def _short(path: str) -> str:
-    """A file's path as an import would find it."""
-    roots = [*sys.path, os.getcwd(), str(Path(__file__).parents[2])]
-    homes = [f"{home}/" for home in roots if home and path.startswith(f"{home}/")]
-    return path.removeprefix(max(homes, key=len, default=""))
-
-
-def _section(text: str, title: str) -> str:
-    """A table at the head of a module: the lines from its title to the next empty one."""
-    found = re.search(rf"^{title}\n(.*?)\n\n", text, re.M | re.S)
-    return found[1] if found else ""

@@ -86,19 +86,19 @@ def _line(segment: Segment, description: Description) -> Line:
 def _fixed_line(namer: Namer, allocation: Allocation) -> Line:
     """An argument (and the result that takes its place), or a result of its own."""
     number, values = allocation.parameter, allocation.values
+    first, shape = values[0], None
     if number is not None:
         description = namer.argument(number)
-        telling = [v for v in values if namer.is_argument(v, number)]
+        first = next((v for v in values if namer.is_argument(v, number)), first)
     else:
-        telling = [v for v in values if namer.result(v) is not None]
-        described = [d for v in telling if (d := namer.result(v)) is not None]
-        description = described[0] if described else namer.value(values[0])
-    first = (telling or values)[0]
+        described = [(v, d) for v in values if (d := namer.result(v)) is not None]
+        first, description = described[0] if described else (first, namer.value(first))
+        shape = namer.result_shape(description.name)
     return Line(
         kind=description.kind,
         name=description.name,
         dtype=first.dtype,
-        shape=first.shape,
+        shape=first.shape if shape is None else shape,
         bytes=allocation.size,
         source=description.source,
     )
@@ -119,7 +119,7 @@ def _timeline(
         changes[description.kind][min(segment.end, length + 1)] -= segment.size
     series = {kind: tuple(accumulate(change))[:length] for kind, change in changes.items()}
     series = {kind: sizes for kind, sizes in series.items() if any(sizes)}
-    totals = [sum(sizes) for sizes in zip(*series.values(), strict=True)]
+    totals = [sum(sizes[position] for sizes in series.values()) for position in range(length)]
     return Timeline(
         bytes_by_kind=series,
         labels=tuple(_label(program, name) for name in schedule),
@@ -154,12 +154,13 @@ def _loops(program: Program, schedule: Sequence[str]) -> list[Loop]:
         if body in positions:
             place = Place.parse(re.sub(r"/while$", "/scan", one.op_name) or "scan")
             direction = "backward " if place.backward else ""
+            trips = trip_count(one)
             found.append(
                 Loop(
                     start=min(positions[body]),
                     end=max(positions[body]),
-                    trips=trip_count(one),
-                    name=f"{direction}{place.scope or 'scan'}",
+                    trips=trips,
+                    name=f"{direction}{place.scope or ('loop' if trips is None else 'scan')}",
                 )
             )
     return sorted(found, key=lambda loop: (loop.start, -loop.end))

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from tpjax.memory import loops
-from tpjax.memory.compiled import Compilation, result_name
+from tpjax.memory.compiled import Compilation
 from tpjax.memory.records import Finding, gib
 from tpjax.sharding import bytes_per_device
 
 STATE_SHARE = 0.1  # of the peak: state that is whole on every device of an axis
+COPIES = {"kv_copy"}  # axes that are there to hold copies (`tpjax.mesh`)
+_TABLE = re.compile(r"embed|head|vocab|wte", re.IGNORECASE)  # parameters over the vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Argument:
-    """One argument of the program, with its sharding."""
+    """One argument of the program, with its sharding; `root` is what it is a part of."""
 
     number: int
     name: str
+    root: str
     kind: str
     leaf: jax.ShapeDtypeStruct
     donated: bool
@@ -35,9 +40,15 @@ class _Argument:
     @property
     def axes(self) -> set[str]:
         """The mesh axes that shard it."""
-        assert isinstance(self.leaf.sharding, NamedSharding)
+        if not isinstance(self.leaf.sharding, NamedSharding):
+            return set()
         parts = [part if isinstance(part, tuple) else (part,) for part in self.leaf.sharding.spec]
         return {axis for part in parts for axis in part if axis is not None}
+
+    @property
+    def group(self) -> str:
+        """Those that are sharded alike: all parameters, all moments, or parts of one input."""
+        return self.root if self.kind == "inputs" else self.kind
 
 
 def lint(compilation: Compilation) -> list[Finding]:
@@ -47,45 +58,53 @@ def lint(compilation: Compilation) -> list[Finding]:
 
 
 def _arguments(compilation: Compilation) -> list[_Argument]:
-    """The program's arguments; empty where it dropped some, so that none is mistaken."""
-    infos = jax.tree_util.tree_leaves_with_path(compilation.lowered.args_info)
-    shardings = jax.tree.leaves(compilation.executable.input_shardings)
-    if not len(infos) == len(shardings) == len(compilation.namer.arguments):
-        return []
+    """The program's arguments, without those that it dropped because nothing reads them."""
+    executable = compilation.executable
+    infos = jax.tree.leaves(compilation.lowered.args_info)
+    shardings = executable.in_tree.flatten_up_to(executable.input_shardings)  # None: dropped
+    kept = [(i, s) for i, s in zip(infos, shardings, strict=True) if s is not None]
     found = []
-    for number, ((_, info), sharding) in enumerate(zip(infos, shardings, strict=True)):
+    for number, (info, sharding) in enumerate(kept):
         described = compilation.namer.argument(number)
-        leaf = jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding)
         found.append(
             _Argument(
                 number=number,
                 name=described.name,
+                root=re.split(r"[.\[]", described.name)[0],
                 kind=described.kind,
-                leaf=leaf,
+                leaf=jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding),
                 donated=info.donated,
             )
         )
-    return found
+    # In a tree where some leaf is called what only parameters are called, all are.
+    models = {argument.root for argument in found if argument.kind == "parameters"}
+    return [
+        dataclasses.replace(a, kind="parameters")
+        if a.kind == "inputs" and a.root in models and jnp.issubdtype(a.leaf.dtype, jnp.inexact)
+        else a
+        for a in found
+    ]
 
 
 def _replicated(compilation: Compilation) -> Iterator[Finding]:
     """An array whole on every device of an axis that shards others of its kind."""
-    mesh = compilation.mesh
-    arguments = [a for a in _arguments(compilation) if isinstance(a.leaf.sharding, NamedSharding)]
+    mesh, arguments = compilation.mesh, _arguments(compilation)
     if mesh is None:
         return
-    kinds = {a.kind for a in arguments}
-    used = {k: set().union(*(a.axes for a in arguments if a.kind == k)) for k in kinds}
+    used = {a.group: set[str]() for a in arguments}
     for argument in arguments:
-        for axis in sorted(used[argument.kind] - argument.axes):
+        used[argument.group] |= argument.axes
+    for argument in arguments:
+        assert argument.leaf.sharding is not None
+        local = argument.leaf.sharding.shard_shape(argument.leaf.shape)
+        for axis in sorted(used[argument.group] - argument.axes - COPIES):
             size, cost = mesh.shape[axis], argument.bytes * (1 - 1 / mesh.shape[axis])
-            local = argument.leaf.sharding.shard_shape(argument.leaf.shape)
             if size > 1 and cost >= compilation.large_bytes and any(d % size == 0 for d in local):
                 yield Finding(
                     rule="replicated",
                     name=argument.name,
                     message=f"{argument.name} {list(local)} is whole on all {size} devices of "
-                    f"{axis}, which shards others of the {argument.kind}.",
+                    f"{axis}, which shards others of {argument.group}.",
                     remedy=f"Shard a dimension that {size} divides over {axis}; saves "
                     f"{gib(round(cost))} per device.",
                     bytes=round(cost),
@@ -93,21 +112,22 @@ def _replicated(compilation: Compilation) -> Iterator[Finding]:
 
 
 def _replicated_state(compilation: Compilation) -> Iterator[Finding]:
-    """Parameters or moments none of which an axis shards."""
+    """Parameters or moments, while training, none of which an axis shards."""
     mesh = compilation.mesh
-    arguments = [a for a in _arguments(compilation) if isinstance(a.leaf.sharding, NamedSharding)]
-    if mesh is None:
+    if mesh is None or not loops.has_backward(compilation.program):
         return
-    state = [a for a in arguments if a.kind in ("parameters", "moments")]
-    used = set().union(*(a.axes for a in state)) if state else set()
+    state = [a for a in _arguments(compilation) if a.kind in ("parameters", "moments")]
+    used = {axis for argument in state for axis in argument.axes}
     total = sum(a.bytes for a in state)
+    what = " and ".join(dict.fromkeys(a.kind for a in state))
     for axis, size in mesh.shape.items():
         cost = total * (1 - 1 / size)
-        if axis not in used and cost >= STATE_SHARE * compilation.peak_bytes:
+        large = cost >= max(STATE_SHARE * compilation.peak_bytes, compilation.large_bytes)
+        if axis not in used and large:
             yield Finding(
                 rule="replicated-state",
-                name="parameters and moments",
-                message=f"Parameters and moments are whole on all {size} devices of {axis}.",
+                name=what,
+                message=f"All {what} are whole on all {size} devices of {axis}.",
                 remedy=f"Move devices from {axis} to an axis that shards them (fsdp): up to "
                 f"{gib(round(cost))} less per device.",
                 bytes=round(cost),
@@ -118,12 +138,7 @@ def _donation(compilation: Compilation) -> Iterator[Finding]:
     """A donated array that no result takes the place of, and state that was not donated."""
     head = compilation.assignment.text.partition("\n")[0]
     reused = {int(n) for n in re.findall(r"\{[\d, ]*\}: \((\d+),", head)}
-    results = jax.tree_util.tree_leaves_with_path(compilation.lowered.out_info)
-    outputs = [
-        (leaf.shape, leaf.dtype)
-        for path, leaf in results
-        if result_name(path) not in compilation.namer.gradient_results
-    ]
+    updated = _updated(compilation)
     kept = []
     for argument in _arguments(compilation):
         if argument.number in reused:
@@ -138,48 +153,80 @@ def _donation(compilation: Compilation) -> Iterator[Finding]:
                 "(out_shardings), or do not donate it.",
                 bytes=argument.bytes,
             )
-        elif argument.kind in ("parameters", "moments") and (
-            (argument.leaf.shape, argument.leaf.dtype) in outputs
-        ):
+        elif argument.kind in ("parameters", "moments") and argument.number in updated:
             kept.append(argument)
     cost = sum(argument.bytes for argument in kept)
     if cost >= compilation.large_bytes:
         largest = max(kept, key=lambda argument: argument.bytes)
+        count = f"{len(kept)} arrays ({largest.name} is the largest)"
         yield Finding(
             rule="not-donated",
             name=largest.name,
-            message=f"{len(kept)} arrays of the state ({largest.name} is the largest) go in and "
-            "come out in two copies.",
+            message=f"{count if len(kept) > 1 else largest.name} of the state: the old and the "
+            "new value are both there.",
             remedy="Donate the state (jax.jit(..., donate_argnums=...); in tpjax --donate).",
             bytes=cost,
         )
 
 
+def _updated(compilation: Compilation) -> set[int]:
+    """The arguments from which an array of their shape and dtype is made that is a result."""
+    program, found = compilation.program, set()
+    root = program.roots[""]
+    for name in root.operands if root.opcode == "tuple" else (root.name,):
+        place: tuple[str, tuple[int, ...]] = (name, ())
+        while (step := program.same(*place)) is not None:
+            place = step
+        maker, index = program.instructions[place[0]], place[1]
+        parts = maker.operands
+        if maker.opcode == "while" and index:
+            parts = program.instructions[maker.operands[0]].operands[index[0] :][:1]
+        for part in parts:
+            made_of = program.origin(part).instruction
+            shape = made_of.result.partition("{")[0]
+            if made_of.opcode == "parameter" and shape in f"{maker.result}":
+                found.add(int(made_of.arguments))
+    return found
+
+
 def _gathered(compilation: Compilation) -> Iterator[Finding]:
-    """Logits put together, or a parameter's whole stack."""
-    whole = {n: math.prod(s) for n, s in compilation.namer.parameters.items()}
-    for c in compilation.collectives:
+    """Logits put together; weights over an axis that does not share the batch, so that all
+    of its devices compute the same with them; a whole stack of weights at once."""
+    arguments = _arguments(compilation)
+    weights = {a.name: a.leaf for a in arguments if a.kind == "parameters"}
+    batch = {axis for a in arguments if a.kind == "inputs" for axis in a.axes}
+    vocabularies = {
+        max(leaf.shape) for name, leaf in weights.items() if leaf.ndim == 2 and _TABLE.search(name)
+    }
+    trips = loops.trip_counts(compilation.program)
+    found: dict[tuple[str, str], Finding] = {}
+    for c in sorted(compilation.collectives, key=lambda c: c.bytes):
         if c.op != "all-gather" or c.bytes < compilation.large_bytes:
             continue
-        if c.kind == "logits":
-            yield Finding(
+        what = f"{c.dtype}{list(c.shape)}"
+        if c.kind == "logits" or (c.kind == "activations" and c.shape[-1] in vocabularies):
+            found[c.name, c.axis] = Finding(
                 rule="gathered-logits",
                 name=c.name,
-                message=f"The logits {c.dtype}{list(c.shape)} are gathered over {c.axis}.",
+                message=f"The logits {what} are gathered over {c.axis}.",
                 remedy="Take log-sum-exp and the target's logit on each shard of the "
                 "vocabulary and sum those.",
                 bytes=c.bytes,
             )
-        elif c.kind == "parameters" and (
-            math.prod(c.shape) >= whole.get(c.name, math.inf) * c.group_size and not c.in_scan
-        ):
-            yield Finding(
-                rule="gathered-weight",
-                name=c.name,
-                message=f"{c.name} is gathered whole over {c.axis}: {c.dtype}{list(c.shape)}.",
-                remedy="Use it sharded, or gather one layer at a time inside the scan.",
-                bytes=c.bytes,
-            )
+        elif (weight := weights.get(c.name)) is not None:
+            stack = weight.shape[0] in trips and math.prod(c.shape) > math.prod(weight.shape[1:])
+            if stack or (batch and not batch & set(c.axis.split(","))):
+                found[c.name, c.axis] = Finding(
+                    rule="gathered-weight",
+                    name=c.name,
+                    message=f"{c.name} is gathered over {c.axis}: {what}"
+                    f"{', all layers at once' if stack else ''}.",
+                    remedy="Gather one layer at a time inside the scan."
+                    if stack
+                    else "Use it sharded: shard what is computed with it alike.",
+                    bytes=c.bytes,
+                )
+    yield from found.values()
 
 
 def _offload(compilation: Compilation) -> Iterator[Finding]:
@@ -204,4 +251,5 @@ _RULES = (
     loops.remat,
     loops.gradient_copies,
     loops.scan_copies,
+    loops.unread_stacks,
 )

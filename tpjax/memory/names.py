@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,6 +22,7 @@ from tpjax.memory.paths import Place, path_kind, readable
 _CARRIERS = {"while", "tuple", "get-tuple-element", "parameter", "conditional", "call"}
 _ATTENTION = re.compile(r"\b(attend|dot_product_attention|flash_attention|mha)")
 _LOGITS = re.compile(r"logits|log_softmax|cross_entropy")
+_MOST_MAKERS = 32  # to look at, for what a value is made of
 _PARAMETER = re.compile(r"\b(kernel|bias|embedding|w\d*)\b")  # one of them, as an argument
 
 
@@ -51,17 +52,16 @@ class Namer:
             int(one.arguments): one for one in program.by_computation[""] if _is_argument(one)
         }
         self._scales = sorted({size for size in axis_sizes if size > 1})
-        self._outputs = self._output_places(outputs)
+        self._ends = dict(zip(outputs, _results(program), strict=False))
+        self._outputs = self._output_places()
 
     @cached_property
     def parameters(self) -> dict[str, tuple[int, ...]]:
         """Path → local shape, of the arguments that are parameters."""
         found = {}
         for one in self.arguments.values():
-            if self.argument(int(one.arguments)).kind == "parameters" and (
-                dims := re.search(r"\[([\d,]+)\]", one.result)
-            ):
-                found[readable(one.op_name)] = tuple(int(d) for d in dims[1].split(","))
+            if self.argument(int(one.arguments)).kind == "parameters" and (shape := _shape(one)):
+                found[readable(one.op_name)] = shape
         return found
 
     def argument(self, number: int) -> Description:
@@ -85,14 +85,9 @@ class Namer:
         kind = "gradients" if made.backward else path_kind(path) or made.kind
         return Description(kind, path, made.source)
 
-    @cached_property
-    def gradient_results(self) -> set[str]:
-        """The paths of the results that come out of the backward pass as they are."""
-        return {
-            path
-            for place, path in self._outputs.items()
-            if self.made(self.program.origin(*place), ()).backward
-        }
+    def result_shape(self, path: str) -> tuple[int, ...] | None:
+        """The shape of the result of that path, which may be another where it is made."""
+        return _shape(self.program.instructions[self._ends[path]]) if path in self._ends else None
 
     def value(self, value: Value) -> Description:
         """A temporary value, or a result that no path describes."""
@@ -135,61 +130,80 @@ class Namer:
             return self._described("attention", origin)
         if _LOGITS.search(place.scope):
             return self._described("logits", origin)
-        if (place.backward or not place.scope or "update" in place.scope) and (
-            parameter := self.parameter_like(shape, place.scope)
+        if (parameter := self.parameter_like(shape, place.scope, _merged(origin))) and (
+            place.backward
+            or "update" in place.scope
+            or (not place.scope and self._follows_backward(origin.instruction))
         ):
             described = self._described("gradients", origin)
             return dataclasses.replace(described, name=f"gradient of {parameter}")
         return self._described("activations", origin)
 
-    def parameter_like(self, shape: tuple[int, ...], scope: str) -> str | None:
+    def parameter_like(
+        self, shape: tuple[int, ...], scope: str, merged: bool = False
+    ) -> str | None:
         """The parameter that an array is as large as, or one layer of it.
 
         Where the scope names a parameter, in any order of the dimensions; where it
-        names none, in the parameter's own order; without a scope, whichever fit.
+        names none, in the parameter's own order; without a scope, whichever fit. If the
+        array is a part of a `merged` matmul, the scope is that of one part, and any of
+        its neighbours may be meant that has its shape.
         """
         dims = _signature(shape)
         if not dims:
             return None
-        named = {path: whole for path, whole in self.parameters.items() if _ends(path, scope)}
+        named = {p: w for p, w in self.parameters.items() if _ends(p, scope, neighbours=merged)}
         fitting = [
             path
-            for path, whole in (named or self.parameters).items()
+            for path, whole in sorted((named or self.parameters).items())
             if shape in (forms := _forms(whole, self._scales))
-            or ((named or not scope) and dims in _signatures(forms))
+            or (not merged and (named or not scope) and dims in _signatures(forms))
         ]
         if len(fitting) > 3:
             return f"one of {len(fitting)} parameters of this shape"
         return " or ".join(fitting) or None
 
     def _place(self, origin: Origin) -> tuple[Place | None, Instruction]:
-        """The operation nearest to the value that lies in a user's scope, or else the one
-        that made it, or else what that was made of."""
+        """The operation nearest to the value that lies in a user's scope (further back where
+        that is inside of it), or else the one that made it, or else what that was made of."""
+        found: tuple[Place, Instruction] | None = None
         for one in origin.path:
-            if (
-                one.opcode not in _CARRIERS
-                and one.op_name
-                and (place := Place.parse(one.op_name)).scope
-            ):
-                return place, one
-        queue, seen = [origin.instruction], set()
-        while queue and len(seen) < 32:
+            if one.opcode not in _CARRIERS and one.op_name:
+                place = Place.parse(one.op_name)
+                if place.scope.startswith(f"{found[0].scope}/" if found else "") and place.scope:
+                    found = place, one
+        if found is not None:
+            return found
+        for one in self._makers(origin.instruction):
+            return Place.parse(one.op_name), one
+        return None, origin.instruction
+
+    def _makers(self, maker: Instruction) -> Iterator[Instruction]:
+        """The instruction and those that its operands come from, the nearest first; without
+        the program's arguments and what has no `op_name`."""
+        queue, seen = [maker], set()
+        while queue and len(seen) < _MOST_MAKERS:
             one = queue.pop(0)
-            if one.op_name and not _is_argument(one):
-                return Place.parse(one.op_name), one
+            if one.name in seen:
+                continue
             seen.add(one.name)
+            if one.op_name and not _is_argument(one):
+                yield one
             queue += [
                 self.program.origin(name).instruction
                 for name in one.operands
-                if name in self.program.instructions and name not in seen
+                if name in self.program.instructions
             ]
-        return None, origin.instruction
+
+    def _follows_backward(self, maker: Instruction) -> bool:
+        """Whether a value without a scope is made of what the backward pass has made."""
+        return any(Place.parse(one.op_name).backward for one in self._makers(maker))
 
     def _described(self, kind: str, origin: Origin) -> Description:
         place, one = self._place(origin)
         source = self.program.source(one) or self.program.source(origin.instruction)
         if place is None:
-            return Description(kind, origin.instruction.name, source)
+            return Description(kind, origin.instruction.opcode, source)
         name = place.scope or place.primitive
         if kind == "workspace":
             name = f"workspace of {name}"
@@ -199,12 +213,10 @@ class Namer:
             name = f"gradient at {name}"
         return Description(kind, name, source, place.backward)
 
-    def _output_places(self, paths: Sequence[str]) -> dict[tuple[str, Index], str]:
+    def _output_places(self) -> dict[tuple[str, Index], str]:
         """Where the results are: every name that a result has on its way to the end."""
-        root = self.program.roots[""]
-        ends = root.operands if root.opcode == "tuple" else (root.name,)
         places = {}
-        for path, name in zip(paths, ends, strict=False):
+        for path, name in self._ends.items():
             index: Index = ()
             while True:
                 places[name, index] = path
@@ -213,6 +225,18 @@ class Namer:
                     break
                 name, index = step
         return places
+
+
+def _results(program: Program) -> tuple[str, ...]:
+    """The instructions that give the program's results."""
+    root = program.roots[""]
+    return root.operands if root.opcode == "tuple" else (root.name,)
+
+
+def _shape(one: Instruction) -> tuple[int, ...]:
+    """An instruction's, where it gives one array."""
+    dims = re.match(r"\w+\[([\d,]*)\]", one.result)
+    return tuple(int(d) for d in dims[1].split(",") if d) if dims else ()
 
 
 def _is_argument(one: Instruction) -> bool:
@@ -247,8 +271,17 @@ def _signatures(forms: Sequence[tuple[int, ...]]) -> set[tuple[int, ...]]:
     return found
 
 
-def _ends(path: str, scope: str) -> bool:
-    """Whether a parameter's path, such as "p['blocks']['mlp']['up']", ends as a scope does."""
+def _merged(origin: Origin) -> bool:
+    """Whether a value is cut out of a matmul that XLA made of several, named after one."""
+    made_by = origin.instruction.op_name
+    return any(one.opcode == "slice" and one.op_name == made_by != "" for one in origin.path)
+
+
+def _ends(path: str, scope: str, neighbours: bool = False) -> bool:
+    """Whether a parameter's path, such as "p['blocks']['mlp']['up']", ends as a scope does,
+    or (`neighbours`) but for the last part."""
     words = re.findall(r"\w+", path)
     parts = scope.split("/")
+    if neighbours:
+        return len(parts) > 1 and words[-2:-1] == parts[-2:-1]
     return bool(scope) and (words[-len(parts) :] == parts or words[-2:] == parts[-2:])

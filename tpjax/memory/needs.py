@@ -12,7 +12,7 @@ V vocabulary, L layers.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ from tpjax.mesh import TENSOR
 
 # Gathers and scatters of the residual stream that each policy repeats per layer going back.
 _REPEATED = {"none": (0, 0), "dots": (2, 0), "attention": (2, 1), "full": (2, 1)}
-SMALL_SHARE = 0.01  # of the residual stream: sums of gains' gradients, of scalars per token
+SMALL_SHARE = 0.01  # of the residual stream: what is summed of less is not worth a finding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,19 +117,32 @@ def _tables(config: TrainConfig) -> Iterator[Need]:
     """The vocabulary's tables: gathered for embedding and head, their gradients apart."""
     mesh, A = config.mesh, config.data.accumulate
     assert mesh is not None
-    for name in ("embedding", "head"):  # a tied table has the gradients of both
-        gathered = _elements(config, name, ("tensor",))
-        if mesh.fsdp > 1:
-            for op in ("all-gather", "reduce-scatter"):
-                yield Need(op=op, axis="fsdp", elements=gathered, count=A)
-        if mesh.data > 1:
-            yield Need(op="all-reduce", axis="data", elements=gathered, count=A)
-    if config.model.rope is None:  # learned positions: each device's part of the sequence
-        whole = config.model.max_seq_len * config.model.embed_dim
+    gathered, tied = _elements(config, "embedding", ("tensor",)), config.model.tie_embeddings
+    if mesh.fsdp > 1:
+        yield Need(op="all-gather", axis="fsdp", elements=gathered, count=A * (1 if tied else 2))
+        yield Need(op="reduce-scatter", axis="fsdp", elements=gathered, count=A * 2)
+    if mesh.data > 1:  # a tied table has the gradients of both
+        stored = _elements(config, "embedding", ("tensor", "fsdp"))
+        yield Need(op="all-reduce", axis="data", elements=stored, count=A * 2)
+    if config.model.rope is None:
+        yield from _positions(config)
+
+
+def _positions(config: TrainConfig) -> Iterator[Need]:
+    """Learned positions: each device uses its part of the sequence. XLA scatters the
+    gradient, or sums it and takes a part."""
+    mesh, A = config.mesh, config.data.accumulate
+    assert mesh is not None
+    whole = config.model.max_seq_len * config.model.embed_dim
+    summed = [",".join(axis for axis in ("data", "fsdp") if getattr(mesh, axis) > 1)]
+    if mesh.fsdp > 1:
         yield Need(op="all-gather", axis="fsdp", elements=whole, count=A)
+        yield Need(op="reduce-scatter", axis="fsdp", elements=whole, count=A)
+        summed += ["data"] if mesh.data > 1 else []
+    if config.memory.sequence_parallel:
         yield Need(op="all-gather", axis=_tensor_axis(config), elements=whole, count=A)
-        axes = [axis for axis in ("data", "fsdp") if getattr(mesh, axis) > 1]
-        yield Need(op="all-reduce", axis=",".join(axes), elements=whole, count=A)
+    for axis in filter(None, summed):
+        yield Need(op="all-reduce", axis=axis, elements=whole, count=A)
 
 
 def unneeded(config: TrainConfig, found: Sequence[Collective]) -> list[tuple[Collective, int]]:
@@ -138,7 +151,7 @@ def unneeded(config: TrainConfig, found: Sequence[Collective]) -> list[tuple[Col
     Small sums are left out. XLA may join several arrays in one collective: what is
     left of both sides is compared by its total.
     """
-    small = SMALL_SHARE * _residual_elements(config)
+    small = _small_elements(config)
     left: Counter = Counter()
     for need in needed(config):
         left[need.op, need.axis, need.elements] += need.count
@@ -156,22 +169,44 @@ def unneeded(config: TrainConfig, found: Sequence[Collective]) -> list[tuple[Col
         totals[op, axis] += elements * count
     for c, count in extra:
         totals[c.op, c.axis] -= math.prod(c.shape) * count
-    return [(c, count) for c, count in extra if totals[c.op, c.axis] < -small]
+    allowed = {"all-reduce": small}
+    return [(c, count) for c, count in extra if totals[c.op, c.axis] < -allowed.get(c.op, 0)]
+
+
+def _small_elements(config: TrainConfig) -> float:
+    """What an all-reduce may sum beside: gradients of all gains and biases, scalars of a
+    chunk's tokens."""
+    model, sizes = config.model, config.model.sizes
+    tokens = _residual_elements(config) // sizes["D"]
+    per_layer = 4 * sizes["D"]
+    if model.bias or model.qkv_bias:
+        per_layer += 2 * sizes["F"] + (sizes["N"] + 2 * sizes["K"]) * sizes["H"]
+    vectors = model.num_layers * per_layer + 2 * sizes["D"]
+    share = SMALL_SHARE * tokens * sizes["D"]
+    return max(share, vectors + tokens // config.memory.loss_chunks)
 
 
 def audit(config: TrainConfig, found: Sequence[Collective]) -> list[Finding]:
     """A finding for each collective that the mathematics does not need."""
-    return [
-        Finding(
-            rule="unneeded-collective",
-            name=c.name,
-            message=f"{c.op} of {c.name} {c.dtype}{list(c.shape)} over {c.axis}, {count} × a step, "
-            f"is more than the mathematics needs: {gib(_wire_bytes(c, count))} on the wire.",
-            remedy=f"Look at the shardings around {c.source or 'it'}.",
-            bytes=_wire_bytes(c, count),
+    alike: dict[tuple, list[tuple[Collective, int]]] = defaultdict(list)
+    for c, count in unneeded(config, found):
+        alike[c.op, c.name, c.axis, c.dtype, c.shape].append((c, count))
+    findings = []
+    for group in alike.values():
+        c, runs = group[0][0], sum(count for _, count in group)
+        wire_bytes = sum(_wire_bytes(one, count) for one, count in group)
+        sources = dict.fromkeys(one.source for one, _ in group if one.source)
+        findings.append(
+            Finding(
+                rule="unneeded-collective",
+                name=c.name,
+                message=f"{c.op} of {c.name} {c.dtype}{list(c.shape)} over {c.axis}, {runs} × a "
+                f"step, is more than the mathematics needs: {gib(wire_bytes)} on the wire.",
+                remedy=f"Look at the shardings around {' and '.join(sources) or 'it'}.",
+                bytes=wire_bytes,
+            )
         )
-        for c, count in unneeded(config, found)
-    ]
+    return findings
 
 
 def _wire_bytes(c: Collective, count: int) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 _STRUCTURE = {"while", "body", "cond", "scan", "closed_call", "core_call", "eval_jaxpr", "pjit"}
 _STRUCTURE |= {"checkpoint", "remat", "rematted_computation", "shard_map", "main"}
 _STRUCTURE |= {"custom_vjp_call", "custom_jvp_call"}
+_BRANCH = re.compile(r"^branch_\d+_fun$")  # of lax.cond
 _WRAPPER = re.compile(r"^(\w+)\((.*)\)$")
 _MOMENTS = re.compile(r"\b(opt\w*|mu|nu|moments?|momentum|trace|velocity|exp_avg\w*)\b")
 _PARAMETERS = re.compile(r"\b(params?|parameters|weights?|model|variables|theta)\b")
@@ -51,11 +52,16 @@ class Place:
 
     @classmethod
     def parse(cls, op_name: str) -> Place:
-        parts = _split(op_name)
+        # Where XLA joins several operations, the first: "a;b" or "outer/(a:b)".
+        parts = _split(op_name.partition(";")[0])
+        if parts[-1].startswith("("):
+            parts[-1:] = _split(parts[-1][1:].partition(":")[0])
         scopes = [scope for part in parts[:-1] for scope in _scopes(part)]
         recomputed = "rematted_computation" in parts
         backward = "transpose(" in op_name or any(s.endswith("_gradient") for s in scopes)
-        return cls("/".join(scopes), parts[-1], backward and not recomputed, recomputed)
+        called = _WRAPPER.match(parts[-1])
+        primitive = called[2] if called else parts[-1]
+        return cls("/".join(scopes), primitive, backward and not recomputed, recomputed)
 
 
 def _split(op_name: str) -> list[str]:
@@ -76,4 +82,5 @@ def _scopes(part: str) -> list[str]:
         if wrapped[1] in ("jit", "pjit"):
             return []
         return [scope for inner in _split(wrapped[2]) for scope in _scopes(inner)]
-    return [] if not part or part in _STRUCTURE or "->" in part else [part]
+    structure = part in _STRUCTURE or "->" in part or _BRANCH.match(part)
+    return [] if not part or structure else [part]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from tpjax.config import ConfigError
 from tpjax.memory import scene
-from tpjax.memory.records import Line, Timeline, gib
+from tpjax.memory.records import Line, MemoryReport, gib
 from tpjax.memory.scene import Area, Frame, Shape, Stroke, Text
 
 if TYPE_CHECKING:
@@ -30,22 +30,15 @@ PATTERN = f"""<defs>
 </pattern></defs>"""
 
 
-def draw(
-    timeline: Timeline,
-    ledger: Sequence[Line],
-    path: Path | str,
-    *,
-    title: str,
-    capacity_bytes: int | None = None,
-) -> None:
-    """Writes the picture of a timeline; `.html` has the ledger's largest lines beneath it.
+def draw(report: MemoryReport, path: Path | str) -> None:
+    """Writes the picture of a report's timeline: what is alive where.
+
+    The card's memory is drawn if it is at most twice the peak.
 
     Args:
-        timeline: what is alive where.
-        ledger: the lines at the peak.
-        path: a `.png` or a self-contained `.html`.
-        title: what is shown: model, mesh, GPU.
-        capacity_bytes: what the card has, drawn if it is at most twice the peak.
+        report: whose timeline, title and card.
+        path: a `.png`, or a self-contained `.html`, which has the ledger's largest lines
+            beneath the picture.
 
     Raises:
         ConfigError: another suffix, no matplotlib for a `.png`, or no place to write to.
@@ -53,9 +46,9 @@ def draw(
     path = Path(path)
     if path.suffix.lower() not in (".png", ".html"):
         raise ConfigError(f"picture {path} must end in .png or .html.")
-    shapes, frame = scene.scene(timeline, title, capacity_bytes)
+    shapes, frame = scene.scene(report.timeline, report.title, report.capacity_bytes)
     is_png = path.suffix.lower() == ".png"
-    data = _png(shapes) if is_png else _html(shapes, frame, ledger, title).encode()
+    data = _png(shapes) if is_png else _html(shapes, frame, report.ledger, report.title).encode()
     try:
         path.write_bytes(data)
     except OSError as error:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tpjax.gpus import Outside
 
+LINES_IN_WORDS = 12  # of a ledger: what is smaller decides nothing
 DEFAULT_POOL_FRACTION = 0.75  # of a GPU's memory, that JAX gives XLA's pool
 
 KINDS = (
@@ -151,7 +153,7 @@ class Timeline:
         return sum(series[position] for series in self.bytes_by_kind.values())
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class MemoryReport:
     """What a compiled program needs of each device, before it runs.
 
@@ -228,6 +230,19 @@ class MemoryReport:
             sums[line.kind] = sums.get(line.kind, 0) + line.bytes
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
+    def __repr__(self) -> str:
+        """What a person at a prompt wants to see; the fields have the rest."""
+        fits = {True: ", which fits", False: ", which does not fit", None: ""}[self.fits]
+        kinds = ", ".join(f"{kind} {gib(size)}" for kind, size in self.bytes_by_kind.items())
+        return "\n".join(
+            [
+                f"{self.title}: {gib(self.peak_bytes)} on each device at the peak{fits}",
+                f"by kind: {kinds}",
+                in_words(self.ledger),
+                *(f"{finding.message} {finding.remedy}" for finding in self.findings),
+            ]
+        )
+
     def as_json(self) -> dict:
         """The report for a file: plain values, the timeline left out."""
         names = [f.name for f in dataclasses.fields(self) if f.name != "timeline"]
@@ -277,7 +292,27 @@ class RunMemory:
 
 
 def gib(size_bytes: int) -> str:
-    """A size for people: MiB below one GiB, else GiB."""
+    """A size for people, in the unit that suits it, of 1024."""
+    if abs(size_bytes) < 1024:
+        return f"{size_bytes} B"
+    if abs(size_bytes) < 1024**2:
+        return f"{size_bytes / 1024:.1f} KiB"
     if abs(size_bytes) < 1024**3:
         return f"{size_bytes / 1024**2:.1f} MiB"
     return f"{size_bytes / 1024**3:.2f} GiB"
+
+
+def in_words(ledger: Sequence[Line]) -> str:
+    """The largest lines of a ledger, for a terminal."""
+    rest = ledger[LINES_IN_WORDS:]
+    lines = [
+        f"  {gib(line.bytes):>10}  {line.kind:<12} {line.name}"
+        + (f" {line.dtype}{list(line.shape)}" if line.dtype else "")
+        + (f" ({line.source.rsplit('/', 1)[-1]})" if line.source else "")
+        for line in ledger[:LINES_IN_WORDS]
+    ]
+    if rest:
+        lines.append(
+            f"  {gib(sum(line.bytes for line in rest)):>10}  in {len(rest)} smaller arrays"
+        )
+    return "\n".join(lines)

@@ -28,7 +28,7 @@ def collectives(program: Program, namer: Namer, mesh: Mesh | None) -> list[Colle
         collective
         for computation, runs in program.runs.items()
         for one in program.by_computation[computation]
-        if runs != 0 and one.collective is not None
+        if runs != 0 and one.collective is not None and "source_target_pairs={}" not in one.text
         for collective in _of_instruction(program, namer, one, runs, mesh)
     ]
 
@@ -36,9 +36,12 @@ def collectives(program: Program, namer: Namer, mesh: Mesh | None) -> list[Colle
 def _of_instruction(
     program: Program, namer: Namer, one: Instruction, runs: int | None, mesh: Mesh | None
 ) -> list[Collective]:
-    kind, groups = one.collective, _replica_groups(one.text)
+    kind = one.collective
     assert kind is not None
+    groups = _replica_groups(one.text, 1 if mesh is None else mesh.size)
     group_size = groups.shape[1]
+    if not groups.size or group_size == 1:  # XLA leaves some in that move nothing
+        return []
     arrays = [
         (dtype, [int(d) for d in dims.split(",") if d])
         for dtype, dims in _ARRAY.findall(one.result)
@@ -57,7 +60,7 @@ def _of_instruction(
         found.append(
             Collective(
                 op=kind,
-                axis=",".join(_axes(groups[0], mesh)) if mesh is not None else "",
+                axis=",".join(_axes(groups, mesh)) if mesh is not None else "",
                 group_size=group_size,
                 dtype=dtype,
                 shape=tuple(shape),
@@ -89,8 +92,8 @@ def _asynchronous(program: Program, one: Instruction) -> bool:
     return '"is_sync":true' not in start.text
 
 
-def _replica_groups(text: str) -> np.ndarray:
-    """Which devices talk: [groups, devices of one], in any of XLA's three notations."""
+def _replica_groups(text: str, num_devices: int) -> np.ndarray:
+    """Which devices talk: [groups, devices of one], in any of XLA's notations."""
     if named := _NAMED_GROUPS.search(text):
         sizes = {axis: int(n) for axis, n in re.findall(r"'([^']+)'=(\d+)", named[1])}
         inside = re.findall(r"'([^']+)'", named[4])
@@ -103,13 +106,12 @@ def _replica_groups(text: str) -> np.ndarray:
         return grid.transpose(first + last).reshape(-1, n)
     if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
         return _iota(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2]))
-    if listed := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", text):
+    if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{([\d,{}]*)\}", text):
         groups = re.findall(r"\{([\d,]+)\}", listed[1])
-        return np.array([[int(d) for d in group.split(",")] for group in groups])
-    if pairs := re.search(r"source_target_pairs=\{(\{[\d,{}]*\})\}", text):
-        return np.array(
-            [[int(d) for d in p.split(",")] for p in re.findall(r"\{([\d,]+)\}", pairs[1])]
-        )
+        if groups:
+            return np.array([[int(d) for d in group.split(",")] for group in groups])
+        everyone = "replica_groups" in listed[0]  # XLA's {}: all devices are one group
+        return np.arange(num_devices if everyone else 0).reshape(1, -1)
     raise ValueError(f"a collective without replica groups: {text.strip()[:200]}")
 
 
@@ -120,9 +122,11 @@ def _iota(dims: str, order: str | None) -> np.ndarray:
     return grid.transpose([int(d) for d in order.split(",")]) if order else grid
 
 
-def _axes(group: np.ndarray, mesh: Mesh) -> tuple[str, ...]:
-    """The mesh axes on which the devices of one group differ."""
-    places = np.unravel_index(group, mesh.devices.shape)
+def _axes(groups: np.ndarray, mesh: Mesh) -> tuple[str, ...]:
+    """The mesh axes on which the devices of a group differ."""
+    places = np.unravel_index(groups, mesh.devices.shape)
     return tuple(
-        axis for axis, where in zip(mesh.axis_names, places, strict=True) if len(set(where)) > 1
+        axis
+        for axis, where in zip(mesh.axis_names, places, strict=True)
+        if (where != where[:, :1]).any()
     )
