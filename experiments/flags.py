@@ -98,10 +98,12 @@ def _flag_names(config: Any) -> list[str]:
 
 def _check_names(kind: type, argv: list[str]) -> None:
     known = ["--help", *_flag_names(kind)]
-    for arg in argv:
-        name = arg.partition("=")[0]
-        if arg.startswith("--") and name not in known:
+    names = [arg.partition("=")[0] for arg in argv if arg.startswith("--")]
+    for name in names:
+        if name not in known:
             raise ConfigError(f"there is no flag {name}.{nearest(name, known)}")
+        if names.count(name) > 1:
+            raise ConfigError(f"{name} is given {names.count(name)} times; give it once.")
 
 
 def _first_message(boxes: str) -> str:

@@ -9,6 +9,7 @@ Takes the flags of experiments.train; --corpus, --out and the like change nothin
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,14 @@ from rich.console import Console
 
 from experiments import screen
 from experiments.flags import fail, parse
-from tpjax.config import ConfigError, TrainConfig, require
+from tpjax.config import ConfigError, MeshConfig, TrainConfig, require
 from tpjax.gpus import GPUS
+from tpjax.memory.advice import Advice, advise
+from tpjax.memory.compiled import absent_devices
 from tpjax.memory.explain import report_run
 from tpjax.memory.picture import draw
-from tpjax.mesh import gpu_driver_present
+from tpjax.mesh import gpu_driver_present, start_devices
+from tpjax.resolve import resolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +44,19 @@ class Plan:
 
     def __post_init__(self) -> None:
         require(
-            Path(self.timeline).suffix in ("", ".png", ".html") or not self.timeline,
+            bool(self.gpu) or self.nodes == 1,
+            f"nodes={self.nodes} is for GPUs that are not here; name their kind with --gpu.",
+        )
+        require(
+            not self.timeline or Path(self.timeline).suffix in (".png", ".html"),
             f"timeline={self.timeline} must end in .png or .html.",
         )
-        for path in filter(None, (self.json, self.timeline)):
-            folder = Path(path).absolute().parent
+        for path in map(Path, filter(None, (self.json, self.timeline))):
+            folder = path.absolute().parent
             require(folder.is_dir(), f"{path} cannot be written: there is no folder {folder}.")
+            require(not path.is_dir(), f"{path} cannot be written: it is a folder.")
+            writable = os.access(path if path.exists() else folder, os.W_OK)
+            require(writable, f"{path} cannot be written: no permission.")
 
 
 def main() -> None:
@@ -67,11 +78,26 @@ def _make(plan: Plan) -> None:
         f"there is no GPU in this machine; name a kind: --gpu {'|'.join(GPUS)}.",
     )
     report = report_run(plan.run, gpu=plan.gpu or None, nodes=plan.nodes)
-    Console().print(screen.whole(report))
+    console = Console()
+    console.print(screen.whole(report))
+    if report.fits is False:
+        console.print("It does not fit. Compiling what would help …")
+        console.print(screen.advice(_advise(plan)))
     if plan.json:
         Path(plan.json).write_text(json.dumps(report.as_json(), indent=1) + "\n")
     if plan.timeline:
         draw(report, plan.timeline)
+
+
+def _advise(plan: Plan) -> list[Advice]:
+    """The changes that lower the peak most, for the devices of the plan."""
+    if not plan.gpu:
+        devices = start_devices(plan.run.devices)
+    else:
+        num_devices = (plan.run.mesh or MeshConfig()).num_devices
+        devices = absent_devices(plan.gpu, num_devices, plan.nodes)
+    platform = devices[0].platform
+    return advise(resolve(plan.run, num_devices=len(devices), platform=platform), devices)
 
 
 def _read_two(paths: list[str]) -> tuple[dict, dict]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich import box
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
+from tpjax.memory.advice import Advice
 from tpjax.memory.records import Collective, MemoryReport, gib
 
 LEDGER_ROWS = 15
@@ -43,6 +45,9 @@ def _verdict(report: MemoryReport) -> Table:
     table.add_row("peak of XLA's pool", f"[bold]{gib(report.peak_bytes)}[/] per device")
     for part in report.outside_pool:
         table.add_row(f"outside it: {escape(part.what)}", f"{gib(part.bytes)} (estimate)")
+    if report.outside_pool_bytes:
+        whole = report.peak_bytes + report.outside_pool_bytes
+        table.add_row("together", f"[bold]{gib(whole)}[/] per device")
     if report.host_bytes:
         table.add_row("pinned host memory", f"{gib(report.host_bytes)} per device")
     if report.fits is None:
@@ -52,11 +57,13 @@ def _verdict(report: MemoryReport) -> Table:
         verdict = "[green]yes[/]" if report.fits else "[red]no[/]"
         table.add_row("fits", f"{verdict}, the card has {gib(report.capacity_bytes)}")
         if share := report.pool_fraction:
-            table.add_row("XLA_PYTHON_CLIENT_MEM_FRACTION", f"at least {share:.2f}")
+            table.add_row(
+                "more than JAX's default pool", f"set XLA_PYTHON_CLIENT_MEM_FRACTION={share:.2f}"
+            )
     if report.wire_bytes:
         table.add_row("sent per device and step", gib(report.wire_bytes))
     if report.flops is not None:
-        table.add_row("operations per step", f"{report.flops / 1e12:,.1f} TFLOP on all devices")
+        table.add_row("operations per step", f"{_flop(report.flops)} on all devices")
     return table
 
 
@@ -101,8 +108,28 @@ def _wire(found: Iterable[Collective]) -> int:
     return sum(c.wire_bytes or 0 for c in found)
 
 
-def _findings(report: MemoryReport) -> Table:
-    table = _table("findings" if report.findings else "no findings")
+def advice(changes: Sequence[Advice]) -> RenderableType:
+    """Changes of the settings and the peak with each."""
+    if not changes:
+        return Text("No single change of the settings lowers the peak; use more devices.")
+    table = _table("what would help most", "change", "bytes")
+    for change in changes:
+        table.add_row(change.flags, gib(change.peak_bytes))
+    return table
+
+
+def _flop(flops: float) -> str:
+    """A count of operations in the unit that suits it."""
+    for unit, size in (("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12)):
+        if flops >= size:
+            return f"{flops / size:.1f} {unit}"
+    return f"{flops / 1e9:.1f} GFLOP"
+
+
+def _findings(report: MemoryReport) -> RenderableType:
+    if not report.findings:
+        return Text("no findings")
+    table = _table("findings")
     for finding in report.findings:
         table.add_row(escape(finding.message), escape(finding.remedy))
     return table
@@ -124,6 +151,8 @@ def difference(before: dict, after: dict) -> Group:
     largest = sorted(changes.items(), key=lambda item: (-abs(item[1][1] - item[1][0]), item[0]))
     for key, (a, b) in [item for item in largest if item[1][0] != item[1][1]][:DIFF_ROWS]:
         arrays.add_row(escape(key[0]), escape(key[1]), gib(a), gib(b), _signed(b - a))
+    if not arrays.rows:
+        return Group(f"{escape(before['title'])}: no array differs")
     titles = f"{escape(before['title'])}\n→ {escape(after['title'])}"
     return Group(titles, table, arrays)
 

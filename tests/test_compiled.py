@@ -66,14 +66,18 @@ def test_jax_may_have_started_before():
     assert done.stdout.split() == [str(2 * 64 * 64 * 4), "3.0"]
 
 
-def test_a_run_without_a_mesh_is_planned_for_its_devices():
+def test_a_run_without_a_mesh_is_planned_for_one_card():
     data = DataConfig(batch_size=8, seq_len=32)
-    config = TrainConfig(model=TINY, data=data, devices=2)
-    step = compile_for(config, "l4")
+    step = compile_for(TrainConfig(model=TINY, data=data), "l4")
     assert step.mesh is not None
-    assert step.mesh.size == 2
-    same = compile_for(TrainConfig(model=TINY, data=data, mesh=MeshConfig(tensor=2)), "l4")
+    assert step.mesh.size == 1
+    same = compile_for(TrainConfig(model=TINY, data=data, mesh=MeshConfig(tensor=1)), "l4")
     assert step.peak_bytes == same.peak_bytes
+
+
+def test_an_axis_of_no_devices_is_refused():
+    with pytest.raises(ConfigError, match="must be greater than 0"):
+        absent_mesh("h100", {"data": 0})
 
 
 def test_a_program_that_donates_holds_what_it_gives_once():

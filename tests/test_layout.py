@@ -21,7 +21,7 @@ RANKS = [
     {"loss", "optim"},
     {"state"},
     {"step", "data", "generate"},
-    {"memory.text"},
+    {"memory.forms", "memory.text"},
     {"flops", "memory.hlo", "memory.paths", "memory.records", "memory.live"},
     {"memory.buffers", "memory.scene"},
     {"memory.names", "memory.picture"},

@@ -154,12 +154,15 @@ def test_before_anything_is_allocated_nothing_is_in_use():
 
 
 def test_a_steps_line_has_the_most_on_any_device():
-    full, fuller = FakeDevice(POOL), FakeDevice(POOL | {"peak_bytes_in_use": 950}, name="cuda:1")
-    memory = live_memory([full, fuller])
+    other = POOL | {"peak_bytes_in_use": 950, "largest_free_block_bytes": 200, "pool_bytes": 1010}
+    memory = live_memory([FakeDevice(POOL), FakeDevice(other, name="cuda:1")])
     assert memory.metrics() == {
         "peak_bytes": 950,
         "bytes_in_use": 600,
         "host_bytes": memory.host_bytes,
+        "pool_bytes": 1010,
+        "largest_free_block_bytes": 200,
+        "fragmentation": 1 - 200 / 410,
     }
     json.dumps(dataclasses.asdict(memory), allow_nan=False)
 
@@ -169,6 +172,7 @@ def test_the_most_is_not_known_where_one_device_does_not_count():
     reason = "the gpu backend reports no memory statistics"
     line = memory.metrics()
     assert (line["peak_bytes"], line["bytes_in_use"], line["peak_reason"]) == (None, None, reason)
+    assert not line.keys() & {"pool_bytes", "largest_free_block_bytes", "fragmentation"}
     partial = live_memory([FakeDevice(without("bytes_in_use"))]).metrics()
     assert (partial["peak_bytes"], partial["bytes_in_use"]) == (900, None)
     assert partial["in_use_reason"] == "the gpu backend does not count it"
@@ -220,3 +224,25 @@ def test_without_proc_the_peak_is_that_of_getrusage(monkeypatch, tmp_path):
     assert memory.metrics()["host_reason"] == memory.host_reason
     Path(live._STATUS).write_text("Name:\tpython\n")  # there, but without the figures
     assert live_memory([]).host_reason == memory.host_reason
+
+
+def test_capacity_is_the_least_limit_of_a_gpu():
+    devices = [FakeDevice(POOL), FakeDevice(POOL | {"bytes_limit": 1900})]
+    assert live.capacity(devices) == (1900, None)
+    known, reason = live.capacity([FakeDevice(POOL), FakeDevice(without("bytes_limit"))])
+    assert known is None
+    assert reason == "the gpu backend does not count it"
+
+
+def test_simulated_devices_share_the_machine(monkeypatch, tmp_path):
+    devices = [FakeDevice(None, platform="cpu")] * 4
+    machine, container = tmp_path / "meminfo", tmp_path / "memory.max"
+    monkeypatch.setattr(live, "_MEMORY", machine)
+    monkeypatch.setattr(live, "_CONTAINER", (container,))
+    assert live.capacity(devices) == (None, f"{machine} does not give it on this system")
+    machine.write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
+    assert live.capacity(devices) == (2000 * 1024, None)
+    container.write_text("max\n")
+    assert live.capacity(devices) == (2000 * 1024, None)
+    container.write_text("4096000\n")
+    assert live.capacity(devices) == (1000 * 1024, None)

@@ -59,7 +59,7 @@ def test_plan_prints_what_its_file_says(two_plans):
     assert report["peak_bytes"] == sum(line["bytes"] for line in report["ledger"])
     assert report["fits"] is True
     assert "yes, the card has 79.11 GiB" in printed
-    assert "TFLOP" in printed
+    assert "FLOP on all devices" in printed
     for kind in report["bytes_by_kind"]:
         assert kind in printed
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -439,3 +440,81 @@ def test_a_report_is_plain_data():
     assert plain["mesh"] == {}
     assert plain["ledger"][0]["shape"] == list(found.ledger[0].shape)
     assert sum(line["bytes"] for line in plain["ledger"]) == plain["peak_bytes"]
+
+
+def test_what_is_captured_counts_and_is_found():
+    """An array that the function closes over is part of the program, on every device."""
+    captured = jnp.asarray(np.random.default_rng(0).normal(size=(1024, 1024)), jnp.float32)
+    x = jax.ShapeDtypeStruct((8, 1024), jnp.float32)
+    found = report(jax.jit(lambda x: x @ captured), x, gpu="h100")
+    given = report(jax.jit(lambda x, c: x @ c), x, captured, gpu="h100")
+    (finding,) = [f for f in found.findings if f.rule == "captured-constant"]
+    assert finding.bytes == 4 * 1024**2
+    assert found.outside_pool_bytes == (given.outside_pool_bytes or 0) + 4 * 1024**2
+    assert not [f for f in given.findings if f.rule == "captured-constant"]
+
+
+def test_weak_types_are_kept():
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
+    found = report(jax.jit(lambda x, s: x * s), x, jnp.asarray(2.0), gpu="h100")
+    assert found.output_bytes == 2 * 1024**2
+
+
+def test_pinned_host_arguments_of_one_device_are_host_memory():
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=device)
+    found = report(jax.jit(lambda x: jax.device_put(x, jax.memory.Space.Device) * 2), x, gpu="h100")
+    assert found.host_bytes >= 4 * 1024**2
+    assert found.argument_bytes == 0
+
+
+def test_collectives_of_branches_and_of_conditions_are_seen():
+    mesh = memory.absent_mesh("h100", {"data": 2})
+    split = NamedSharding(mesh, P("data"))
+    x = jax.ShapeDtypeStruct((1024, 8), jnp.float32, sharding=split)
+
+    @jax.jit
+    @partial(jax.shard_map, in_specs=P("data"), out_specs=P("data"))
+    def branches(x):
+        def total(x):
+            return x + jax.lax.psum(x, "data")
+
+        return jax.lax.cond(x[0, 0] > 0, total, lambda x: x * 2, x)
+
+    @jax.jit
+    @partial(jax.shard_map, in_specs=P("data"), out_specs=P("data"))
+    def loops(x):
+        return jax.lax.while_loop(lambda x: jax.lax.psum(x.sum(), "data") < 3, lambda x: x + 1, x)
+
+    (one,) = report(branches, x, mesh=mesh).collectives
+    assert (one.op, one.axis, one.shape, one.count) == ("all-reduce", "data", (512, 8), 1)
+    (two,) = report(loops, x, mesh=mesh).collectives
+    assert (two.op, two.axis, two.count) == ("all-reduce", "data", None)
+
+
+def test_callbacks_are_refused_for_a_gpu_that_is_not_there():
+    def shout(x):
+        jax.debug.print("{}", x.sum())
+        return x * 2
+
+    with pytest.raises(ConfigError, match="calls back to Python"):
+        report(jax.jit(shout), jnp.ones(8), gpu="h100")
+
+
+def test_keyword_arguments_go_through():
+    found = report(jax.jit(lambda x, *, scale: x * scale), jnp.ones(8), scale=jnp.ones(8), gpu="l4")
+    assert found.argument_bytes == 64
+
+
+def test_new_parameters_are_parameters():
+    """By whatever of the usual names the tree goes, and when its leaves have others."""
+    tree = {"w1": jnp.ones((512, 512)), "out": jnp.ones((512, 512))}
+
+    def step(p, g):
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, g)
+
+    found = report(jax.jit(step), tree, tree, gpu="h100")
+    kinds = {line.name: line.kind for line in found.ledger}
+    assert kinds["p.out"] == kinds["p.w1"] == "parameters"
+    assert kinds["result.out"] == kinds["result.w1"] == "parameters"
+    assert "not-donated" in {f.rule for f in found.findings}

@@ -44,5 +44,5 @@ def _attention(config: TrainConfig) -> float:
     or its window."""
     N, H, L = (config.model.sizes[letter] for letter in "NHL")
     T, window = config.data.seq_len, config.model.sliding_window
-    seen = T / 2 if window is None else min(T / 2, window)
+    seen = T / 2 if window is None or window >= T else window * (1 - window / (2 * T))
     return 4 * _tokens(config) * L * N * H * seen

@@ -252,6 +252,7 @@ def gpu(name: str) -> Gpu:
     Raises:
         ConfigError: no such kind; names the nearest ones.
     """
+    name = name.lower()
     if name not in GPUS:
         raise ConfigError(f"gpu {name!r} is unknown.{nearest(name, GPUS)}")
     return GPUS[name]

@@ -100,7 +100,7 @@ def contract(equation: str, x: Array, weight: Array, out_spec: P | None = None) 
     gathering): it is gathered over fsdp here, and its gradient is made in its shards.
 
     Args:
-        equation: three operands by letter, such as "BTD,DF->BTF".
+        equation: activations, weight and result by letter, such as "BTD,DF->BTF".
         out_spec: of the result, where the equation sums over a sharded dimension.
     """
     return _contract(equation, out_spec, jax.typeof(weight).sharding.spec, x, weight)

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tensorboardX import SummaryWriter
 
-from tpjax.memory.live import LiveMemory
-from tpjax.memory.records import RunMemory, gib
+from tpjax.memory.live import LiveMemory, RunMemory
+from tpjax.memory.records import gib
 
 LINES_PER_RUN = 10  # progress lines kept on the screen, beside the moving bar
 

@@ -22,8 +22,8 @@ from tpjax.generate import sample
 from tpjax.log import RunLog
 from tpjax.memory.advice import advise, explain_peak
 from tpjax.memory.compiled import compile_lowered, peak_bytes
-from tpjax.memory.live import LiveMemory, capacity, live_memory
-from tpjax.memory.records import RunMemory, gib
+from tpjax.memory.live import LiveMemory, RunMemory, capacity, live_memory
+from tpjax.memory.records import gib
 from tpjax.mesh import make_mesh, start_devices
 from tpjax.resolve import resolve
 from tpjax.sharding import bytes_per_device
@@ -118,10 +118,10 @@ def train(config: TrainConfig) -> Result:
         compile_seconds=run.compile_seconds,
         memory=_predicted(run),
     )
-    if config.dry_run:
-        return result
     if result.memory.fits is False and not config.force:
         raise ConfigError(_cannot_fit(run, result.memory))
+    if config.dry_run:
+        return result
     _open_folder(out, config)
     with RunLog(out, config.steps) as log:
         log.prediction(result.memory)

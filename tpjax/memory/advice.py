@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import jax
+
 from tpjax.config import ConfigError, TrainConfig
 from tpjax.memory.compiled import compile_step, peak_bytes
 from tpjax.memory.records import Line, gib, in_words
@@ -31,7 +33,7 @@ def advise(config: TrainConfig, devices: Sequence, count: int = 3) -> list[Advic
     for flags, changed in _changes(config):
         try:
             tried.append(Advice(flags, _peak(changed, devices)))
-        except ConfigError:  # the model or the batch does not allow it
+        except (ConfigError, jax.errors.JaxRuntimeError):  # not allowed, or not compiled
             continue
     helping = [advice for advice in tried if advice.peak_bytes < before]
     return sorted(helping, key=lambda advice: advice.peak_bytes)[:count]

@@ -66,11 +66,13 @@ class Allocation:
 class Assignment:
     """All allocations of a program (constants and scratch of single threads left
     out, as in XLA's own sizes), the schedule (a name for each position), and the
-    program's text at the time."""
+    program's text at the time. `constant_bytes` are those of constants: they come with the
+    program and lie outside of XLA's pool."""
 
     allocations: tuple[Allocation, ...]
     schedule: tuple[str, ...]
     text: str
+    constant_bytes: int
 
 
 def read_assignment(folder: Path, module: str) -> Assignment:
@@ -79,6 +81,7 @@ def read_assignment(folder: Path, module: str) -> Assignment:
     Raises:
         FileNotFoundError: it dumped nothing of that program (it came from a cache).
     """
+    constant_bytes = 0
     ranges, schedule = _read_ranges(_dump(folder, module, "-live-range"))
     allocations, head, values = [], None, []
 
@@ -90,13 +93,19 @@ def read_assignment(folder: Path, module: str) -> Assignment:
         if found := _ALLOCATION.match(line):
             close()
             head, values = found, []
+            constant_bytes += int(found[2]) if "constant" in found[3] else 0
         elif found := _VALUE.match(line):
             values.append(found)
         elif not line.startswith(" ") and not line.startswith("BufferAssignment"):
             break
     close()
     text = _dump(folder, module, "")
-    return Assignment(allocations=tuple(allocations), schedule=tuple(schedule), text=text)
+    return Assignment(
+        allocations=tuple(allocations),
+        schedule=tuple(schedule),
+        text=text,
+        constant_bytes=constant_bytes,
+    )
 
 
 def _dump(folder: Path, module: str, what: str) -> str:

@@ -22,7 +22,7 @@ from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh
 
-from tpjax.config import ConfigError, TrainConfig, require
+from tpjax.config import ConfigError, MeshConfig, TrainConfig, require
 from tpjax.gpus import gpu as find_gpu
 from tpjax.memory.buffers import Assignment, read_assignment
 from tpjax.memory.hlo import Program
@@ -99,6 +99,7 @@ def absent_mesh(
         ConfigError: as `absent_devices`.
     """
     sizes = tuple(axes.values())
+    require(all(size > 0 for size in sizes), f"axes of {axes} must be greater than 0.")
     devices = absent_devices(gpu, int(np.prod(sizes)), nodes)
     grid = np.asarray(devices, dtype=object).reshape(sizes)
     return Mesh(grid, tuple(axes), axis_types=tuple(axis_types) if axis_types else None)
@@ -139,7 +140,7 @@ class Compilation:
         """What moves between devices."""
         return collectives(self.program, self.namer, self.mesh)
 
-    @property
+    @cached_property
     def large_bytes(self) -> float:
         """What is smaller than this is not worth a finding."""
         return max(LARGE_BYTES, LARGE_SHARE * self.peak_bytes)
@@ -156,7 +157,7 @@ class Compilation:
             + sizes.host_temp_size_in_bytes
         )
 
-    @property
+    @cached_property
     def peak_bytes(self) -> int:
         """As `peak_bytes`."""
         return peak_bytes(self.executable)
@@ -213,12 +214,12 @@ def compile_for(config: TrainConfig, gpu: str = "h100", nodes: int = 1) -> Compi
     """The run's training step, compiled for GPUs that need not be there.
 
     Nothing is allocated: the step is lowered from shapes and shardings, on a
-    mesh of `config.mesh` (where it is None, of `config.devices`) in `nodes` machines.
+    mesh of `config.mesh` (where it is None, of one device) in `nodes` machines.
 
     Raises:
         ConfigError: as `resolve` and `absent_devices`.
     """
-    num_devices = config.devices if config.mesh is None else config.mesh.num_devices
+    num_devices = (config.mesh or MeshConfig()).num_devices
     config = resolve(config, num_devices=num_devices, platform="gpu")
     assert config.mesh is not None  # resolved
     mesh = make_mesh(config.mesh, config.model, absent_devices(gpu, num_devices, nodes))

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tpjax.config import ConfigError, TrainConfig
 from tpjax.flops import step_flops
-from tpjax.gpus import GPUS, Gpu, outside_pool
+from tpjax.gpus import GPUS, Gpu, Outside, outside_pool
 from tpjax.memory.compiled import (
     Compilation,
     absent_mesh,
@@ -32,9 +33,9 @@ HOST_MEMORY = "pinned_host"  # JAX's name
 
 
 def report(
-    jitted: Any, *args: Any, gpu: str | None = None, mesh: Mesh | None = None
+    jitted: Any, *args: Any, gpu: str | None = None, mesh: Mesh | None = None, **kwargs: Any
 ) -> MemoryReport:
-    """What a jitted function needs of each device, called with `args`; it is not run.
+    """What a jitted function needs of each device, called with these arguments; it is not run.
 
     Compiled for the devices there are, or, where `gpu` names a kind, for GPUs that
     need not be there: arguments with a `NamedSharding` keep its spec on a mesh of
@@ -42,7 +43,7 @@ def report(
 
     Args:
         jitted: what `jax.jit` returned.
-        args: arrays or `jax.ShapeDtypeStruct`s, as the function takes them.
+        args, kwargs: arrays or `jax.ShapeDtypeStruct`s, as the function takes them.
         gpu: a name of `tpjax.gpus.GPUS`, such as "h100".
         mesh: the mesh to compile under, as `jax.set_mesh` would set it, such as an
             `absent_mesh`; by default that of the arguments.
@@ -51,24 +52,33 @@ def report(
         ConfigError: not a jitted function, or one that holds fast to other devices.
     """
     if not hasattr(jitted, "lower"):
-        raise ConfigError(f"{jitted!r} is no jitted function; pass jax.jit(f).")
-    mesh = mesh or _mesh_of(args) or _mesh_set()
+        raise ConfigError(f"{repr(jitted)[:60]} is no jitted function; pass jax.jit(f).")
+    mesh = mesh or _mesh_of((args, kwargs)) or _mesh_set()
     if gpu is not None and (mesh is None or _gpu(mesh) != gpu):
         mesh = _retarget(mesh, gpu)
     if mesh is not None:
-        args = jax.tree.map(lambda leaf: _abstract(leaf, mesh), args)
+        args, kwargs = jax.tree.map(lambda leaf: _abstract(leaf, mesh), (args, kwargs))
     name = getattr(jitted, "__name__", "function")
     with warnings.catch_warnings():  # the findings say it
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        compilation = compile_lowered(_lower(jitted, args, mesh, name), mesh)
+        compilation = compile_lowered(_lower(jitted, args, kwargs, mesh, name), mesh)
     return explain(compilation, title=name, findings=lint(compilation), flops=None)
 
 
-def _lower(jitted: Any, args: Sequence, mesh: Mesh | None, name: str) -> jax.stages.Lowered:
+def _lower(
+    jitted: Any, args: Sequence, kwargs: dict, mesh: Mesh | None, name: str
+) -> jax.stages.Lowered:
     try:
         with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-            lowered = jitted.lower(*args)
+            lowered = jitted.lower(*args, **kwargs)
         return getattr(lowered, "lowered", lowered)  # nnx.jit wraps JAX's
+    except RuntimeError as error:
+        if "Unknown backend" not in str(error):
+            raise
+        raise ConfigError(
+            f"{name} calls back to Python (jax.debug.print, pure_callback, …), which cannot be "
+            "compiled for GPUs that are not there; leave the callbacks out."
+        ) from error
     except ValueError as error:
         if "incompatible devices" not in str(error) and "context mesh" not in str(error):
             raise
@@ -103,16 +113,17 @@ def _retarget(mesh: Mesh | None, gpu: str) -> Mesh:
 
 def _abstract(leaf: Any, mesh: Mesh) -> Any:
     """An argument's shape and dtype, with its spec on the mesh."""
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):
         return leaf
     sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        placed = NamedSharding(mesh, P())
-    elif sharding.memory_kind == HOST_MEMORY:  # on absent devices themselves JAX drops the kind
-        placed = NamedSharding(mesh.abstract_mesh, sharding.spec, memory_kind=HOST_MEMORY)
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else P()
+    if getattr(sharding, "memory_kind", None) == HOST_MEMORY:
+        # On absent devices themselves JAX drops the kind.
+        placed = NamedSharding(mesh.abstract_mesh, spec, memory_kind=HOST_MEMORY)
     else:
-        placed = NamedSharding(mesh, sharding.spec)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed)
+        placed = NamedSharding(mesh, spec)
+    weak = getattr(leaf, "weak_type", False)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed, weak_type=weak)
 
 
 def report_run(config: TrainConfig, *, gpu: str | None = None, nodes: int = 1) -> MemoryReport:
@@ -158,6 +169,9 @@ def explain(
         if gpu
         else ()
     )
+    if gpu and (captured := compilation.assignment.constant_bytes) >= compilation.large_bytes:
+        part = Outside(what="arrays that the function captured", bytes=captured, source="compiled")
+        outside = (*outside, part)
     ledger = compilation.ledger
     return MemoryReport(
         title=title,

@@ -13,7 +13,8 @@ Index = tuple[int, ...]
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _CALLED = re.compile(
-    r"(?:calls|body|condition|to_apply|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)"
+    r"(?:calls|body|condition|to_apply|branch_computations|true_computation|false_computation)"
+    r"=(\{[^}]*\}|%?[\w.\-]+)"
 )
 _LIBRARIES = re.compile(r"(^|/)(jax|jaxlib|flax|optax|chex)/")
 
@@ -81,7 +82,8 @@ class Program:
     @cached_property
     def runs(self) -> dict[str, int | None]:
         """How often each computation runs per call: loops multiply, calls hand on; None
-        inside a loop of unknown length. What a fusion or reduction calls is not listed."""
+        inside a loop of unknown length. Every branch of a condition counts as taken. What a
+        fusion or reduction calls is not listed."""
         runs: dict[str, int | None] = {}
 
         def visit(name: str, times: int | None) -> None:
@@ -92,6 +94,7 @@ class Program:
                     trips = trip_count(one)
                     inside = None if trips is None or times is None else times * trips
                     visit(one.attribute("body") or "", inside)
+                    visit(one.attribute("condition") or "", inside)
                 elif one.opcode in ("call", "conditional", "async-start"):
                     for called in _CALLED.findall(one.text):
                         for name_called in re.findall(r"[\w.\-]+", called):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from tpjax.memory import loops
-from tpjax.memory.compiled import Compilation
+from tpjax.memory.compiled import LARGE_BYTES, Compilation
 from tpjax.memory.records import Finding, gib
 from tpjax.sharding import bytes_per_device
 
@@ -48,7 +46,7 @@ class _Argument:
     @property
     def group(self) -> str:
         """Those that are sharded alike: all parameters, all moments, or parts of one input."""
-        return self.root if self.kind == "inputs" else self.kind
+        return "state" if self.kind in ("parameters", "moments") else self.root
 
 
 def lint(compilation: Compilation) -> list[Finding]:
@@ -64,7 +62,9 @@ def _arguments(compilation: Compilation) -> list[_Argument]:
     shardings = executable.in_tree.flatten_up_to(executable.input_shardings)  # None: dropped
     kept = [(i, s) for i, s in zip(infos, shardings, strict=True) if s is not None]
     found = []
-    for number, (info, sharding) in enumerate(kept):
+    arguments = compilation.namer.arguments.values()  # the first may order effects: no arrays
+    tokens = sum(one.result.startswith("token") for one in arguments)
+    for number, (info, sharding) in enumerate(kept, start=tokens):
         described = compilation.namer.argument(number)
         found.append(
             _Argument(
@@ -76,14 +76,7 @@ def _arguments(compilation: Compilation) -> list[_Argument]:
                 donated=info.donated,
             )
         )
-    # In a tree where some leaf is called what only parameters are called, all are.
-    models = {argument.root for argument in found if argument.kind == "parameters"}
-    return [
-        dataclasses.replace(a, kind="parameters")
-        if a.kind == "inputs" and a.root in models and jnp.issubdtype(a.leaf.dtype, jnp.inexact)
-        else a
-        for a in found
-    ]
+    return found
 
 
 def _replicated(compilation: Compilation) -> Iterator[Finding]:
@@ -138,7 +131,7 @@ def _donation(compilation: Compilation) -> Iterator[Finding]:
     """A donated array that no result takes the place of, and state that was not donated."""
     head = compilation.assignment.text.partition("\n")[0]
     reused = {int(n) for n in re.findall(r"\{[\d, ]*\}: \((\d+),", head)}
-    updated = _updated(compilation)
+    updated = set().union(*compilation.namer.updates.values())
     kept = []
     for argument in _arguments(compilation):
         if argument.number in reused:
@@ -167,26 +160,6 @@ def _donation(compilation: Compilation) -> Iterator[Finding]:
             remedy="Donate the state (jax.jit(..., donate_argnums=...); in tpjax --donate).",
             bytes=cost,
         )
-
-
-def _updated(compilation: Compilation) -> set[int]:
-    """The arguments from which an array of their shape and dtype is made that is a result."""
-    program, found = compilation.program, set()
-    root = program.roots[""]
-    for name in root.operands if root.opcode == "tuple" else (root.name,):
-        place: tuple[str, tuple[int, ...]] = (name, ())
-        while (step := program.same(*place)) is not None:
-            place = step
-        maker, index = program.instructions[place[0]], place[1]
-        parts = maker.operands
-        if maker.opcode == "while" and index:
-            parts = program.instructions[maker.operands[0]].operands[index[0] :][:1]
-        for part in parts:
-            made_of = program.origin(part).instruction
-            shape = made_of.result.partition("{")[0]
-            if made_of.opcode == "parameter" and shape in f"{maker.result}":
-                found.add(int(made_of.arguments))
-    return found
 
 
 def _gathered(compilation: Compilation) -> Iterator[Finding]:
@@ -229,6 +202,32 @@ def _gathered(compilation: Compilation) -> Iterator[Finding]:
     yield from found.values()
 
 
+def _captured(compilation: Compilation) -> Iterator[Finding]:
+    """Arrays that are part of the program, on every device."""
+    if (cost := compilation.assignment.constant_bytes) >= compilation.large_bytes:
+        yield Finding(
+            rule="captured-constant",
+            name="captured arrays",
+            message=f"The program has captured {gib(cost)} of arrays, which lie whole on every "
+            "device, outside of XLA's pool.",
+            remedy="Pass them as arguments.",
+            bytes=cost,
+        )
+
+
+def _cpu_kernels(compilation: Compilation) -> Iterator[Finding]:
+    """Kernels of XLA for CPU that take memory of their own as they run."""
+    count = compilation.assignment.text.count('"__ynn_fusion"')
+    if count and compilation.peak_bytes >= LARGE_BYTES:
+        yield Finding(
+            rule="cpu-kernels",
+            name="XLA's kernels for the CPU",
+            message=f"{count} kernels of this program for the CPU take memory of their own as they "
+            "run, which no figure here counts.",
+            remedy="Name a GPU (gpu=) for figures that are whole.",
+        )
+
+
 def _offload(compilation: Compilation) -> Iterator[Finding]:
     """A program that asks for host memory and has none."""
     asks = "annotate_device_placement" in compilation.lowered.as_text()
@@ -247,6 +246,8 @@ _RULES = (
     _replicated_state,
     _donation,
     _gathered,
+    _captured,
+    _cpu_kernels,
     _offload,
     loops.remat,
     loops.gradient_copies,

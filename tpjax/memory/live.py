@@ -5,6 +5,7 @@ A figure that nobody counts is None and has a reason; it is never 0.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,10 @@ from pathlib import Path
 
 _STATUS = Path("/proc/self/status")  # Linux: the kernel's view of this process
 _MEMORY = Path("/proc/meminfo")  # and of the machine
+_CONTAINER = (  # what a container may have of it, by version 2 and 1 of control groups
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +74,9 @@ class LiveMemory:
         """Why there is no peak."""
         return self._why("peak_bytes_in_use")
 
-    def metrics(self) -> dict[str, int | str | None]:
-        """For the line of one step: the most on any device, the host's, and why one is None."""
+    def metrics(self) -> dict[str, int | float | str | None]:
+        """For the line of one step: the most on any device, the host's, and why one is None;
+        of the pool, what its allocator counts."""
         reasons = {"peak_reason": self.peak_reason, "host_reason": self.host_reason}
         if (in_use_reason := self._why("bytes_in_use")) != self.peak_reason:
             reasons["in_use_reason"] = in_use_reason
@@ -78,8 +84,16 @@ class LiveMemory:
             "peak_bytes": self.peak_bytes,
             "bytes_in_use": self._most("bytes_in_use"),
             "host_bytes": self.host_bytes,
+            **self._pool(),
             **{name: reason for name, reason in reasons.items() if reason},
         }
+
+    def _pool(self) -> dict[str, int | float]:
+        """The largest pool, the smallest greatest free block, the worst fragmentation; only
+        what every device counts."""
+        worst = {"pool_bytes": max, "largest_free_block_bytes": min, "fragmentation": max}
+        found = {name: [getattr(d, name) for d in self.devices] for name in worst}
+        return {name: worst[name](f) for name, f in found.items() if f and None not in f}
 
     def _most(self, figure: str) -> int | None:
         figures = [getattr(device, figure) for device in self.devices]
@@ -89,6 +103,37 @@ class LiveMemory:
         if not self.devices:
             return "there are no devices"
         return next((d.reasons[figure] for d in self.devices if figure in d.reasons), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunMemory:
+    """What a run's memory was predicted to be and what it was, per device.
+
+    Attributes:
+        parameters_bytes, moments_bytes: its shards of the train state.
+        compiled_peak_bytes: at the peak of the compiled step: state, batch, temporaries.
+        capacity_bytes: what the device's pool (or, for simulated devices, each one's share
+            of the machine's memory) can hold; None where nobody says, with the reason.
+        live_peak_bytes: what its allocator counted while running; None with the reason.
+        host_peak_bytes: the most resident memory of this process; None with the reason.
+    """
+
+    parameters_bytes: int
+    moments_bytes: int
+    compiled_peak_bytes: int
+    capacity_bytes: int | None
+    capacity_reason: str | None
+    live_peak_bytes: int | None
+    live_peak_reason: str | None
+    host_peak_bytes: int | None
+    host_peak_reason: str | None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the compiled peak is within the capacity; None where that is unknown."""
+        if self.capacity_bytes is None:
+            return None
+        return self.compiled_peak_bytes <= self.capacity_bytes
 
 
 def live_memory(devices: Sequence) -> LiveMemory:
@@ -109,18 +154,30 @@ def capacity(devices: Sequence) -> tuple[int | None, str | None]:
     """What each device can hold, or None and why: the limit of its pool; for simulated
     devices, an equal share of the memory that the machine has left."""
     if devices[0].platform == "cpu":
-        try:
-            free = re.search(r"^MemAvailable:\s+(\d+) kB", _MEMORY.read_text(), re.M)
-        except OSError:
-            free = None
+        free = _free_bytes()
         if free is None:
             return None, f"{_MEMORY} does not give it on this system"
-        return int(free[1]) * 1024 // len(devices), None
+        return free // len(devices), None
     known = [_device_memory(device) for device in devices]
     limits = [one.bytes_limit for one in known if one.bytes_limit is not None]
     if len(limits) < len(known):
         return None, next(d.reasons["bytes_limit"] for d in known if d.bytes_limit is None)
     return min(limits), None
+
+
+def _free_bytes() -> int | None:
+    """What the machine, or the container that it is, has left."""
+    try:
+        free = re.search(r"^MemAvailable:\s+(\d+) kB", _MEMORY.read_text(), re.M)
+    except OSError:
+        return None
+    if free is None:
+        return None
+    limits = [int(free[1]) * 1024]
+    for path in _CONTAINER:
+        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+            limits.append(int(path.read_text()))
+    return min(limits)
 
 
 def _device_memory(device) -> DeviceMemory:

@@ -179,6 +179,7 @@ class _Readers:
     def __init__(self, program: Program):
         self.program = program
         self.users: dict[str, list[Instruction]] = defaultdict(list)
+        self._known: dict[tuple[str, str], float] = {}
         for one in program.instructions.values():
             for name in dict.fromkeys(one.operands):
                 self.users[name].append(one)
@@ -197,11 +198,21 @@ class _Readers:
         )
 
     def _read(self, one: Instruction, handed_on: Instruction) -> float:
+        """As `_count`, asked once of each instruction."""
+        asked = (one.name, handed_on.name)
+        if asked not in self._known:
+            self._known[asked] = math.inf  # while it is being found out
+            self._known[asked] = self._count(one, handed_on)
+        return self._known[asked]
+
+    def _count(self, one: Instruction, handed_on: Instruction) -> float:
         calls = ("fusion", "async-start")
         caller = self.program.callers.get(one.computation)
         is_result = self.program.roots[one.computation] is one
         total = math.inf if is_result and (caller is None or caller.opcode not in calls) else 0.0
         for user in self.users[one.name]:
+            if total == math.inf:
+                break
             writes_to_it = user.opcode == "dynamic-update-slice" and user.operands[0] == one.name
             if user.opcode in ("bitcast", "copy", "async-done") or writes_to_it:
                 total += self._read(user, handed_on)

@@ -8,13 +8,13 @@ scopes are those of `jax.named_scope`, whoever sets them.
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from tpjax.memory.buffers import Value
+from tpjax.memory.forms import forms, signature, signatures
 from tpjax.memory.hlo import Index, Instruction, Origin, Program
 from tpjax.memory.paths import Place, path_kind, readable
 
@@ -23,7 +23,8 @@ _CARRIERS = {"while", "tuple", "get-tuple-element", "parameter", "conditional", 
 _ATTENTION = re.compile(r"\b(attend|dot_product_attention|flash_attention|mha)")
 _LOGITS = re.compile(r"logits|log_softmax|cross_entropy")
 _MOST_MAKERS = 32  # to look at, for what a value is made of
-_PARAMETER = re.compile(r"\b(kernel|bias|embedding|w\d*)\b")  # one of them, as an argument
+_PARAMETER = re.compile(r"\b(kernel|bias|embedding|w\d*|p)\b")  # one of them, as an argument
+_REAL = re.compile(r"(b?f\d)")  # dtypes that parameters have
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Namer:
         self.arguments = {
             int(one.arguments): one for one in program.by_computation[""] if _is_argument(one)
         }
-        self._scales = sorted({size for size in axis_sizes if size > 1})
+        self._scales = tuple(sorted({size for size in axis_sizes if size > 1}))
+        self._alike: dict[tuple, str | None] = {}  # what `parameter_like` has found
         self._ends = dict(zip(outputs, _results(program), strict=False))
         self._outputs = self._output_places()
 
@@ -68,8 +70,38 @@ class Namer:
         """The argument of that number."""
         one = self.arguments.get(number)
         path = readable(one.op_name) if one is not None and one.op_name else f"argument {number}"
-        single = "parameters" if _PARAMETER.search(path.lower()) else "inputs"
-        return Description(path_kind(path) or single, path, None)
+        kind = path_kind(path)
+        if kind is None:
+            is_real = one is not None and _REAL.match(one.result) is not None
+            kind = "parameters" if is_real and _tree(path) in self._models else "inputs"
+        return Description(kind, path, None)
+
+    @cached_property
+    def _models(self) -> set[str]:
+        """The arguments that are trees with parameters in them: where some leaf is called
+        what only parameters are called, all are."""
+        paths = [readable(one.op_name) for one in self.arguments.values()]
+        named = [p for p in paths if path_kind(p) == "parameters" or _PARAMETER.search(p.lower())]
+        return {_tree(path) for path in named}
+
+    @cached_property
+    def updates(self) -> dict[str, set[int]]:
+        """The path of each result → the numbers of the arguments of its shape and dtype that
+        it is made of directly (with all results of the same kernel)."""
+        found: dict[str, set[int]] = {path: set() for path in self._ends}
+        for path, name in self._ends.items():
+            place: tuple[str, Index] = (name, ())
+            while (step := self.program.same(*place)) is not None:
+                place = step
+            maker, index = self.program.instructions[place[0]], place[1]
+            parts = maker.operands
+            if maker.opcode == "while" and index:
+                parts = self.program.instructions[maker.operands[0]].operands[index[0] :][:1]
+            for part in parts:
+                made_of = self.program.origin(part).instruction
+                if _is_argument(made_of) and made_of.result.partition("{")[0] in maker.result:
+                    found[path].add(int(made_of.arguments))
+        return found
 
     def is_argument(self, value: Value, number: int) -> bool:
         """Whether a value is the argument of that number as it came in."""
@@ -82,8 +114,12 @@ class Namer:
         if path is None:
             return None
         made = self.made(self.program.origin(value.instruction, value.index), value.shape)
-        kind = "gradients" if made.backward else path_kind(path) or made.kind
-        return Description(kind, path, made.source)
+        kind = "gradients" if made.backward else path_kind(path)
+        if kind is None:  # a parameter's new value, where it ends as the old one does
+            old = [self.argument(number) for number in self.updates[path]]
+            ends = [d for d in old if d.kind == "parameters" and _last(d.name) == _last(path)]
+            kind = "parameters" if ends else None
+        return Description(kind or made.kind, path, made.source)
 
     def result_shape(self, path: str) -> tuple[int, ...] | None:
         """The shape of the result of that path, which may be another where it is made."""
@@ -105,7 +141,10 @@ class Namer:
         if maker.collective and not origin.stored:
             inner = self.operand(maker, origin.operand_number, value.shape)
             return Description("collectives", f"{maker.collective} of {inner.name}", inner.source)
-        return self.made(origin, value.shape)
+        made = self.made(origin, value.shape)
+        if _is_argument(maker) and value.instruction != maker.name:  # cast, moved, or a part
+            return dataclasses.replace(made, name=f"{made.name} (copy)")
+        return made
 
     def value_name(self, instruction: str, index: Index) -> str:
         """The name alone, of a value whose shape does not matter."""
@@ -142,6 +181,13 @@ class Namer:
     def parameter_like(
         self, shape: tuple[int, ...], scope: str, merged: bool = False
     ) -> str | None:
+        """As `_parameter_like`, asked once for each kind of array."""
+        asked = (shape, scope, merged)
+        if asked not in self._alike:
+            self._alike[asked] = self._parameter_like(*asked)
+        return self._alike[asked]
+
+    def _parameter_like(self, shape: tuple[int, ...], scope: str, merged: bool) -> str | None:
         """The parameter that an array is as large as, or one layer of it.
 
         Where the scope names a parameter, in any order of the dimensions; where it
@@ -149,15 +195,15 @@ class Namer:
         array is a part of a `merged` matmul, the scope is that of one part, and any of
         its neighbours may be meant that has its shape.
         """
-        dims = _signature(shape)
+        dims = signature(shape)
         if not dims:
             return None
         named = {p: w for p, w in self.parameters.items() if _ends(p, scope, neighbours=merged)}
         fitting = [
             path
             for path, whole in sorted((named or self.parameters).items())
-            if shape in (forms := _forms(whole, self._scales))
-            or (not merged and (named or not scope) and dims in _signatures(forms))
+            if shape in forms(whole, self._scales)
+            or (not merged and (named or not scope) and dims in signatures(whole, self._scales))
         ]
         if len(fitting) > 3:
             return f"one of {len(fitting)} parameters of this shape"
@@ -233,6 +279,16 @@ def _results(program: Program) -> tuple[str, ...]:
     return root.operands if root.opcode == "tuple" else (root.name,)
 
 
+def _tree(path: str) -> str:
+    """The argument that a path begins with."""
+    return re.split(r"[.\[]", path)[0]
+
+
+def _last(path: str) -> str:
+    """The last word of a path, or nothing where it is a single one."""
+    return (re.findall(r"\w+", path)[1:] or [""])[-1]
+
+
 def _shape(one: Instruction) -> tuple[int, ...]:
     """An instruction's, where it gives one array."""
     dims = re.match(r"\w+\[([\d,]*)\]", one.result)
@@ -241,34 +297,6 @@ def _shape(one: Instruction) -> tuple[int, ...]:
 
 def _is_argument(one: Instruction) -> bool:
     return one.opcode == "parameter" and one.computation == ""
-
-
-def _signature(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape without order and without ones: what transposes and reshapes leave of it."""
-    return tuple(sorted(d for d in shape if d > 1))
-
-
-def _forms(whole: tuple[int, ...], scales: Sequence[int]) -> list[tuple[int, ...]]:
-    """A parameter's local shape and that of one layer of it, as they are and with one
-    dimension gathered over a mesh axis."""
-    found = []
-    for shape in (whole, whole[1:]):
-        found.append(shape)
-        for scale in scales:
-            for i, size in enumerate(shape):
-                found.append((*shape[:i], size * scale, *shape[i + 1 :]))
-    return found
-
-
-def _signatures(forms: Sequence[tuple[int, ...]]) -> set[tuple[int, ...]]:
-    """The forms without order, and as the matrices that matmuls make of them."""
-    found = set()
-    for form in forms:
-        found.add(_signature(form))
-        if len(form) > 2:
-            found.add(_signature((form[0], math.prod(form[1:]))))
-            found.add(_signature((math.prod(form[:-1]), form[-1])))
-    return found
 
 
 def _merged(origin: Origin) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 # Parts of an op_name that say how JAX got there, not what is computed.
 _STRUCTURE = {"while", "body", "cond", "scan", "closed_call", "core_call", "eval_jaxpr", "pjit"}
@@ -51,6 +52,7 @@ class Place:
     recomputed: bool
 
     @classmethod
+    @lru_cache(maxsize=4096)
     def parse(cls, op_name: str) -> Place:
         # Where XLA joins several operations, the first: "a;b" or "outer/(a:b)".
         parts = _split(op_name.partition(";")[0])

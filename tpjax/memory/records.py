@@ -211,8 +211,8 @@ class MemoryReport:
     @property
     def pool_fraction(self) -> float | None:
         """The part of the device's memory that XLA's pool must be allowed; None where that is
-        no more than JAX allows by itself, or unknown."""
-        if self.capacity_bytes is None:
+        no more than JAX allows by itself, or where the program does not fit at all."""
+        if self.capacity_bytes is None or not self.fits:
             return None
         share = math.ceil(100 * self.peak_bytes / self.capacity_bytes) / 100
         return share if share > DEFAULT_POOL_FRACTION else None
@@ -232,7 +232,12 @@ class MemoryReport:
 
     def __repr__(self) -> str:
         """What a person at a prompt wants to see; the fields have the rest."""
-        fits = {True: ", which fits", False: ", which does not fit", None: ""}[self.fits]
+        fits = ""
+        if self.fits is not None and self.capacity_bytes is not None:
+            fits = (
+                f", with about {gib(self.outside_pool_bytes or 0)} outside XLA's pool: "
+                f"{'fits' if self.fits else 'does not fit'} into {gib(self.capacity_bytes)}"
+            )
         kinds = ", ".join(f"{kind} {gib(size)}" for kind, size in self.bytes_by_kind.items())
         return "\n".join(
             [
@@ -258,37 +263,6 @@ def _plain(value):
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     return [_plain(one) for one in value] if isinstance(value, tuple) else value
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunMemory:
-    """What a run's memory was predicted to be and what it was, per device.
-
-    Attributes:
-        parameters_bytes, moments_bytes: its shards of the train state.
-        compiled_peak_bytes: at the peak of the compiled step: state, batch, temporaries.
-        capacity_bytes: what the device's pool (or, for simulated devices, each one's share
-            of the machine's memory) can hold; None where nobody says, with the reason.
-        live_peak_bytes: what its allocator counted while running; None with the reason.
-        host_peak_bytes: the most resident memory of this process; None with the reason.
-    """
-
-    parameters_bytes: int
-    moments_bytes: int
-    compiled_peak_bytes: int
-    capacity_bytes: int | None
-    capacity_reason: str | None
-    live_peak_bytes: int | None
-    live_peak_reason: str | None
-    host_peak_bytes: int | None
-    host_peak_reason: str | None
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether the compiled peak is within the capacity; None where that is unknown."""
-        if self.capacity_bytes is None:
-            return None
-        return self.compiled_peak_bytes <= self.capacity_bytes
 
 
 def gib(size_bytes: int) -> str:
