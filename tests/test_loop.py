@@ -110,6 +110,8 @@ def test_a_run_that_cannot_fit_is_refused_with_what_would_help(config, monkeypat
     assert "--force starts it all the same" in said
     assert said.endswith("What would help most: --remat=full: 300.0 KiB; --moments=bf16: 2.0 MiB.")
     assert "\n" not in said
+    with pytest.raises(ConfigError, match="the step needs"):
+        train(dataclasses.replace(config, dry_run=True))
     assert not Path(config.out).exists()
     assert train(dataclasses.replace(config, force=True)).train_loss is not None
     monkeypatch.setattr("tpjax.loop.capacity", lambda devices: (peak, None))

@@ -32,6 +32,8 @@ from programs import (
     weights,
 )
 
+from tpjax.memory import loops, report
+
 
 def test_remat_that_keeps_everything_is_found():
     keep = jax.checkpoint_policies.everything_saveable
@@ -142,3 +144,31 @@ def test_a_stack_of_which_one_is_read_is_found(take, read):
         finding = only(findings, "scan-keeps-unread")
         assert finding.bytes == L * B * T * D * 2
         assert read in finding.message
+
+
+def test_each_reader_of_a_stack_is_asked_once(monkeypatch):
+    """What is read of a scan's stacks spreads over all that follows: asked again on every way
+    there, it took time without end."""
+    asked = []
+    count = loops._Readers._count
+
+    def counted(self, one, handed_on):
+        asked.append((id(self), one.name, handed_on.name))
+        return count(self, one, handed_on)
+
+    monkeypatch.setattr(loops._Readers, "_count", counted)
+
+    def f(params, x):
+        last, every = jax.lax.scan(lambda c, p: (jnp.tanh(c @ p), c), x, params["scanned"])
+        x = every + last
+        for w in params["unrolled"]:
+            centred = x - x.mean(-1, keepdims=True)
+            scale = jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+            x = x + jax.nn.gelu((centred / scale) @ w) @ w.T
+        return (x**2).sum()
+
+    shape = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    params = {"scanned": shape((8, 256, 256)), "unrolled": [shape((256, 1024))] * 3}
+    report(jax.jit(jax.value_and_grad(f)), params, shape((512, 256)))
+    assert asked
+    assert len(asked) == len(set(asked))
