@@ -33,6 +33,7 @@ import numpy as np
 
 from tpjax.config import ConfigError, DataConfig, MemoryConfig, MeshConfig, TrainConfig
 from tpjax.data import place
+from tpjax.flops import model_flops
 from tpjax.gpus import GPUS
 from tpjax.memory.compiled import compile_for, peak_bytes
 from tpjax.memory.live import live_memory
@@ -94,16 +95,6 @@ def dense_bf16_flops(device_kind: str) -> float | None:
     """The card's peak FLOP/s without sparsity, where the table knows it."""
     known = (gpu.rates["bf16"] for gpu in GPUS.values() if gpu.name == device_kind)
     return next(known, None)
-
-
-def model_flops(config: TrainConfig) -> float:
-    """Of one step as the mathematics needs them: 6 for each token and weight that is
-    multiplied by, and causal attention (T/2 keys per query). Recomputing is not counted."""
-    model, B, T = config.model, config.data.batch_size, config.data.seq_len
-    lookups = 0 if model.tie_embeddings else model.vocab_size * model.embed_dim
-    lookups += model.max_seq_len * model.embed_dim * (model.rope is None)
-    attention = 12 * model.num_layers * model.num_heads * model.head_dim * T / 2
-    return B * T * (6 * (model.num_parameters - lookups) + attention)
 
 
 def measure(case: Case, figures: dict, steps: int, backend: str) -> None:

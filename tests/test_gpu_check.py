@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu_check
-from benchmarks.gpu_check import FIGURES, Case, entry, model_flops, run_child, table
+from benchmarks.gpu_check import FIGURES, Case, entry, run_child, table
 from tpjax.config import ConfigError
 from tpjax.gpus import GPUS
 from tpjax.memory.live import DeviceMemory, LiveMemory
@@ -155,15 +155,6 @@ def test_a_gpus_entry_has_the_prediction_of_the_absent_card_beside_it(monkeypatc
     found = entry(Case(model="gpt2"), 60, 1, "gpu", GPUS["h100"].name)
     assert (found["absent_bytes"], found["absent_reason"], found["failure"]) == (3, None, "crashed")
     assert sorted(asked, key=str) == [("h100", "cpu"), (None, None)]
-
-
-def test_model_flops_by_hand():
-    """nano: 4 layers of D 128, 8 heads of 16, 4 key/value heads, F 384; 257 tied embeddings."""
-    layer = 128 * 16 * (8 + 2 * 4) + 8 * 16 * 128 + 3 * 128 * 384 + 2 * 128
-    weights = 257 * 128 + 4 * layer + 128
-    attention = 4 * 8 * 16 * 2 * 64 / 2 * 6  # scores and values, T/2 keys, 6 FLOP each
-    config = Case(model="nano", batch_size=2, seq_len=64).config()
-    assert model_flops(config) == pytest.approx(2 * 64 * (6 * weights + attention))
 
 
 def test_the_rate_is_of_the_card_that_the_driver_names():

@@ -24,7 +24,7 @@ def step_flops(config: TrainConfig) -> float:
 
 
 def _forward(config: TrainConfig) -> float:
-    D, V = config.model.embed_dim, config.model.padded_vocab_size
+    D, V = config.model.embed_dim, config.model.vocab_size
     return _layers(config) + _attention(config) + 2 * _tokens(config) * D * V
 
 
