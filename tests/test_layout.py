@@ -11,6 +11,8 @@ import tpjax
 
 ROOT = Path(__file__).parent.parent
 RANKS = [
+    {"checks"},
+    {"architecture"},
     {"config"},
     {"presets", "resolve", "gpus", "precision", "remat"},
     {"mesh"},
@@ -61,10 +63,12 @@ def test_files_import_lower_ranks_only():
 
 
 def test_config_needs_the_standard_library_only():
-    tree = ast.parse((ROOT / "tpjax" / "config.py").read_text())
-    modules = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    modules |= {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
-    assert {str(module).partition(".")[0] for module in modules} <= sys.stdlib_module_names
+    allowed = sys.stdlib_module_names | {"tpjax"}
+    for name in ("checks", "architecture", "config"):
+        tree = ast.parse((ROOT / "tpjax" / f"{name}.py").read_text())
+        modules = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+        modules |= {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+        assert {str(module).partition(".")[0] for module in modules} <= allowed
 
 
 def test_public_names_are_there_and_the_import_is_light():

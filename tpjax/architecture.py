@@ -1,0 +1,133 @@
+"""The shape of a decoder: what does not depend on how or where it is trained.
+
+Letters used for sizes everywhere in tpjax:
+    B batch (sequences)   T sequence length (tokens)   D model width
+    N query heads         K key/value heads            H head width
+    F feed-forward width  V vocabulary (padded)        L layers
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tpjax.checks import check_fields, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding and how it is stretched to longer contexts.
+
+    `kind` is Hugging Face's `rope_type`: `linear` divides positions by `factor`;
+    `dynamic` raises theta once a sequence exceeds `original_max_seq_len`;
+    `llama3` slows only the low frequencies; `yarn` blends both and scales the
+    attention (arXiv:2309.00071).
+    """
+
+    theta: float = 10_000.0
+    kind: Literal["default", "linear", "dynamic", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    original_max_seq_len: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, positive="theta factor attention_factor beta_fast beta_slow")
+        require(
+            self.kind != "default" or self.factor == 1,
+            f"rope factor={self.factor} needs a kind that stretches; kind=default does not.",
+        )
+        if self.kind in ("dynamic", "llama3", "yarn"):
+            require(
+                self.original_max_seq_len > 0,
+                f"rope kind={self.kind} needs original_max_seq_len, the length trained on.",
+            )
+        require(
+            self.kind != "llama3" or self.low_freq_factor < self.high_freq_factor,
+            f"rope low_freq_factor={self.low_freq_factor} must be below "
+            f"high_freq_factor={self.high_freq_factor}.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of one decoder: Llama 3.x, Qwen2/2.5/3, Mistral, SmolLM2 or GPT-2.
+
+    `rope=None` means learned positions. `qkv_bias` gives q, k and v biases;
+    `bias` gives one to every other projection, and to LayerNorm its shift.
+    """
+
+    name: str = "custom"
+    vocab_size: int
+    num_layers: int
+    embed_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_dim: int
+    max_seq_len: int
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_eps: float = 1e-5
+    rope: RopeConfig | None = field(default_factory=RopeConfig)
+    mlp: Literal["swiglu", "gelu"] = "swiglu"
+    qkv_bias: bool = False
+    bias: bool = False
+    qk_norm: bool = False
+    tie_embeddings: bool = True
+    sliding_window: int | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            positive="vocab_size num_layers embed_dim num_heads num_kv_heads head_dim mlp_dim "
+            "max_seq_len norm_eps sliding_window",
+        )
+        require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}.",
+        )
+        require(
+            self.rope is None or self.head_dim % 2 == 0,
+            f"head_dim={self.head_dim} must be even for rotary positions.",
+        )
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """V: the vocabulary rounded up so that every allowed tensor axis divides it.
+
+        A tensor axis always divides N, so a multiple of N (and of 64, a matmul
+        tile) serves every mesh alike: weights and checkpoints have one shape.
+        """
+        multiple = math.lcm(self.num_heads, 64)
+        return -(-self.vocab_size // multiple) * multiple
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Letter → size, for the letters a model has by itself; T is its longest sequence."""
+        return {
+            "V": self.padded_vocab_size,
+            "D": self.embed_dim,
+            "N": self.num_heads,
+            "K": self.num_kv_heads,
+            "H": self.head_dim,
+            "F": self.mlp_dim,
+            "L": self.num_layers,
+            "T": self.max_seq_len,
+        }
+
+    @property
+    def num_parameters(self) -> int:
+        """The published count: padding rows are not parameters."""
+        D, N, K, H, F = (self.sizes[letter] for letter in "DNKHF")
+        norm = D * (2 if self.norm == "layernorm" and self.bias else 1)
+        attention = D * H * (N + 2 * K) + N * H * D
+        attention += H * (N + 2 * K) * self.qkv_bias + D * self.bias + 2 * H * self.qk_norm
+        mlp = D * F * (3 if self.mlp == "swiglu" else 2)
+        mlp += (D + F * (2 if self.mlp == "swiglu" else 1)) * self.bias
+        tables = self.vocab_size * D * (1 if self.tie_embeddings else 2)
+        tables += self.max_seq_len * D * (self.rope is None)
+        return tables + self.num_layers * (attention + mlp + 2 * norm) + norm
