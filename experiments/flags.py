@@ -19,8 +19,9 @@ T = TypeVar("T")
 
 # A flag that is on, off or left as the model has it is one word of these for tyro.
 _THREE_WAY = {
-    "--tie-embeddings": ["--tie-embeddings", "True"],
-    "--no-tie-embeddings": ["--tie-embeddings", "False"],
+    word: [flag, value]
+    for flag in ("--tie-embeddings", "--preallocate")
+    for word, value in ((flag, "True"), (flag.replace("--", "--no-", 1), "False"))
 }
 
 

@@ -18,6 +18,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
+from tpjax import quant
 from tpjax.config import MemoryConfig, ModelConfig, RopeConfig
 from tpjax.mesh import TENSOR
 from tpjax.precision import DTYPES
@@ -33,6 +34,11 @@ class Row:
     letters: str
     init: str = "normal"  # normal | residual (normal / √2L) | ones | zeros
     decays: bool = True
+
+    @property
+    def is_table(self) -> bool:
+        """Whether each row belongs to a token or a position."""
+        return self.letters[0] in "VT"
 
 
 _GAIN, _SHIFT = Row("D", "ones", decays=False), Row("D", "zeros", decays=False)
@@ -75,24 +81,39 @@ def make_weight(model: ModelConfig, memory: MemoryConfig, rngs: nnx.Rngs, name: 
     """
     row = PARAMETERS[name]
     shape = tuple(model.sizes[letter] for letter in row.letters)
-    spec, dtype = weight_spec(row.letters), DTYPES[memory.params]
+    spec = weight_spec(row.letters)
     if row.init in ("ones", "zeros"):
-        value = jnp.full(shape, row.init == "ones", dtype, out_sharding=spec)
+        value = jnp.full(shape, row.init == "ones", jnp.float32, out_sharding=spec)
     else:
         std = INIT_STD / (math.sqrt(2 * model.num_layers) if row.init == "residual" else 1)
-        draw = jax.random.normal(rngs.params(), shape, jnp.float32, out_sharding=spec)
-        value = (std * draw).astype(dtype)
+        value = std * jax.random.normal(rngs.params(), shape, jnp.float32, out_sharding=spec)
+    if memory.params != "int8":
+        value = value.astype(DTYPES[memory.params])
+    elif row.decays:
+        value = quant.quantise(value, int8_block(model, name))
     return nnx.Param(value, name=name)
+
+
+def int8_block(model: ModelConfig, name: str) -> quant.Block:
+    """The blocks of the matrix `name` in int8, whatever is stored so of it.
+
+    A block never lies in two rows of a table (V, T). `tensor` divides the heads, so that
+    no allowed one cuts a block; of `fsdp` the divisors of D / block size are allowed.
+    """
+    letters, sizes = PARAMETERS[name].letters, model.sizes
+    shards = {"H": 1, "D": quant.MAX_SHARDS} | {letter: sizes["N"] for letter in "NKF"}
+    shape = [sizes[letter] for letter in letters]
+    return quant.choose_block(shape, [shards.get(letter, sizes[letter]) for letter in letters])
 
 
 def read(weight: nnx.Param, dtype, *, gathered: bool = True) -> Array:
     """A weight as the mathematics uses it: in the compute dtype, then gathered over fsdp.
 
-    Every weight is read here, so that what travels is the smaller dtype and
-    storage can change without a second model.
+    Every weight is read here, so that what travels is the smaller dtype, and one that is
+    stored in int8 needs no second model.
     """
     letters = PARAMETERS[weight.get_metadata()["name"]].letters
-    return reshard(weight[...].astype(dtype), weight_spec(letters, gathered=gathered))
+    return reshard(quant.value(weight.get_value(), dtype), weight_spec(letters, gathered=gathered))
 
 
 def contract(equation: str, x: Array, weight: Array, out_spec: P | None = None) -> Array:

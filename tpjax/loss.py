@@ -23,20 +23,22 @@ from tpjax.mesh import BATCH, TENSOR
 from tpjax.sharding import activation_spec, residual_spec, weight_spec
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def next_token_loss(
     x_BTD: Array,
     head_VD: Array,
     targets_BT: Array,
     valid_BT: Array,
+    scale: Array,
     vocab_size: int,
     chunks: int,
     sequence_parallel: bool,
 ) -> Array:
-    """Sum over the valid positions of −log p(target), a float32 scalar.
+    """`scale` times the sum over the valid positions of −log p(target), a float32 scalar.
 
-    The caller divides by the count of valid positions of the whole batch, so
-    that shards, accumulation steps and devices with few of them weigh right.
+    The caller's scale divides by the count of valid positions of the whole batch, so
+    that shards, accumulation steps and devices with few of them weigh right. It is known
+    before the gradient is made, so that sums over many tokens stay in float16's range.
 
     Args:
         x_BTD: the model's output, laid out as `residual_spec`.
@@ -44,12 +46,14 @@ def next_token_loss(
             fsdp here, once for loss and gradient.
         targets_BT: the token each position has to predict; any value where not valid.
         valid_BT: bool, the positions that count.
+        scale: float32 scalar.
         vocab_size: tokens there are; the rows of `head_VD` beyond it have no probability.
         chunks: pieces of the sequence, a divisor of a device's tokens per sequence.
         sequence_parallel: whether T of `x_BTD` is sharded over the tensor axis.
     """
     static = (vocab_size, chunks, sequence_parallel)
-    return _sweep(x_BTD, head_VD, targets_BT, valid_BT, *static, with_gradient=False)[0]
+    arrays = (x_BTD, head_VD, targets_BT, valid_BT, scale)
+    return _sweep(*arrays, *static, with_gradient=False)[0]
 
 
 @jax.named_scope("loss")
@@ -58,6 +62,7 @@ def _sweep(
     head_VD: Array,
     targets_BT: Array,
     valid_BT: Array,
+    scale: Array,
     vocab_size: int,
     chunks: int,
     sequence_parallel: bool,
@@ -76,10 +81,11 @@ def _sweep(
             sequence_parallel=sequence_parallel,
             with_gradient=with_gradient,
         ),
-        in_specs=(x_spec, head_spec, tokens_spec, tokens_spec),
+        in_specs=(x_spec, head_spec, tokens_spec, tokens_spec, P()),
         out_specs=(P(), *gradient_specs),
     )
-    return local(x_BTD, head_VD, reshard(targets_BT, tokens_spec), reshard(valid_BT, tokens_spec))
+    tokens = (reshard(targets_BT, tokens_spec), reshard(valid_BT, tokens_spec))
+    return local(x_BTD, head_VD, *tokens, scale)
 
 
 def _local_sweep(
@@ -87,6 +93,7 @@ def _local_sweep(
     head: Array,
     targets: Array,
     valid: Array,
+    scale: Array,
     *,
     vocab_size: int,
     chunks: int,
@@ -113,7 +120,7 @@ def _local_sweep(
             chunk = _Chunk(x_RD, head, rows(i, targets), rows(i, valid), vocab_size)
         if with_gradient:
             with jax.named_scope("logits_gradient"):
-                dlogits_RV = chunk.dlogits().astype(x.dtype)
+                dlogits_RV = (chunk.dlogits() * scale).astype(x.dtype)
             with jax.named_scope("x_gradient"):
                 dx_BCD = (dlogits_RV @ head).reshape(x_BCD.shape)
             if sequence_parallel:
@@ -137,7 +144,7 @@ def _local_sweep(
         zeros(head.shape if with_gradient else (0,), jnp.float32, BATCH + TENSOR),
     )
     (loss, dx, dhead), _ = jax.lax.scan(one, start, jnp.arange(chunks))
-    loss = jax.lax.psum(loss, BATCH)
+    loss = jax.lax.psum(loss, BATCH) * scale
     if not with_gradient:
         return (loss,)
     # Settled here, or XLA would carry the float32 sum to the end of the backward pass.
@@ -171,16 +178,15 @@ class _Chunk:
         return jnp.where(self.valid, self.exp / self.total - self.is_target, 0)
 
 
-def _forward_rule(x_BTD, head_VD, targets_BT, valid_BT, vocab_size, chunks, sequence_parallel):
-    static = (vocab_size, chunks, sequence_parallel)
-    loss, *gradients = _sweep(x_BTD, head_VD, targets_BT, valid_BT, *static, with_gradient=True)
+def _forward_rule(*arguments):
+    loss, *gradients = _sweep(*arguments, with_gradient=True)
     return loss, tuple(gradients)
 
 
 @jax.named_scope("loss")
 def _backward_rule(vocab_size, chunks, sequence_parallel, gradients, g: Array):
     dx, dhead = gradients
-    return (dx * g).astype(dx.dtype), (dhead * g).astype(dhead.dtype), None, None
+    return (dx * g).astype(dx.dtype), (dhead * g).astype(dhead.dtype), None, None, None
 
 
 next_token_loss.defvjp(_forward_rule, _backward_rule)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,11 +11,27 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from tpjax import precision
-from tpjax.config import OptimConfig
-from tpjax.layers import PARAMETERS
+from tpjax import moments, precision, quant
+from tpjax.config import ModelConfig, OptimConfig
+from tpjax.layers import PARAMETERS, int8_block
+from tpjax.moments import Blocks, Factored, Plain, Rates, Storage
+from tpjax.quant import Int8
 
 ADAM_EPS = 1e-8
+
+
+class Application(NamedTuple):
+    """What all parts of one update share.
+
+    Attributes:
+        key: of the stochastic rounding.
+        scale: float32, what gradients are multiplied by first.
+        ok: bool; where it is false nothing changes.
+    """
+
+    key: Array
+    scale: Array
+    ok: Array
 
 
 class AdamState(NamedTuple):
@@ -25,41 +42,46 @@ class AdamState(NamedTuple):
     nu: Any
 
 
-def _tree_keys(key: Array, tree):
+def _tree_keys(key: Array, tree) -> list[Array]:
     """A key for every leaf, from its position in the tree."""
-    leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, [jax.random.fold_in(key, i) for i in range(len(leaves))])
+    count = len(jax.tree.leaves(tree, is_leaf=quant.is_int8))
+    return [jax.random.fold_in(key, i) for i in range(count)]
 
 
 def scale_by_adam(
-    b1: float, b2: float, eps: float, dtype: jnp.dtype
+    b1: float, b2: float, eps: float, storage: Callable[[Any, Any], Storage] = moments.fp32
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam (arXiv:1412.6980) with moments stored in `dtype`.
+    """Adam (arXiv:1412.6980) whose moments are stored as `storage` says.
 
-    Arithmetic and the updates returned are float32 whatever `dtype` and the
-    gradients are. bfloat16 moments are rounded stochastically: rounded to
-    nearest, a mean that changes by a thousandth per step would never move.
-    `update` takes `key`, the source of that rounding.
+    Arithmetic and the updates returned are float32 whatever is stored and whatever the
+    gradients are. Works in any optax chain, leaf by leaf, and under `jax.vmap` over
+    stacked layers.
+
+    Args:
+        storage: (path, parameter) → how its moments are kept, such as `moments.int8`.
+
+    `update` takes `key`, the source of stochastic rounding; without one it is made
+    from the number of the step.
     """
 
     def init(params) -> AdamState:
-        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, dtype), params)
-        return AdamState(jnp.zeros((), jnp.int32), zeros, jax.tree.map(jnp.copy, zeros))
+        leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+        zeros = [storage(path, leaf).zeros(leaf) for path, leaf in leaves]
+        mu, nu = (structure.unflatten([pair[i] for pair in zeros]) for i in range(2))
+        return AdamState(jnp.zeros((), jnp.int32), mu, nu)
 
-    def update(updates, state, params=None, **extra):
-        count, key = state.step + 1, extra["key"]
-        bias1, bias2 = 1 - b1**count, 1 - b2**count
-
-        def one(g: Array, mu: Array, nu: Array, key: Array):
-            g, key1, key2 = g.astype(jnp.float32), *jax.random.split(key)
-            mu = b1 * mu.astype(jnp.float32) + (1 - b1) * g
-            nu = b2 * nu.astype(jnp.float32) + (1 - b2) * g * g
-            step = (mu / bias1) / (jnp.sqrt(nu / bias2) + eps)
-            return step, precision.store(mu, dtype, key1), precision.store(nu, dtype, key2)
-
-        leaves, structure = jax.tree.flatten(updates)
-        keys = jax.tree.leaves(_tree_keys(key, updates))
-        done = list(map(one, leaves, jax.tree.leaves(state.mu), jax.tree.leaves(state.nu), keys))
+    def update(updates, state, params=None, *, key: Array | None = None, **extra):
+        count = state.step + 1
+        key = jax.random.fold_in(jax.random.key(0), count) if key is None else key
+        rates = Rates(b1, b2, 1 - b1**count, 1 - b2**count, eps)
+        leaves, structure = jax.tree_util.tree_flatten_with_path(updates)
+        stored = structure.flatten_up_to(state.mu), structure.flatten_up_to(state.nu)
+        done = [
+            storage(path, g).step(g.astype(jnp.float32), mu, nu, rates, leaf_key)
+            for (path, g), mu, nu, leaf_key in zip(
+                leaves, *stored, _tree_keys(key, updates), strict=True
+            )
+        ]
         steps, mu, nu = (structure.unflatten([leaf[i] for leaf in done]) for i in range(3))
         return steps, AdamState(count, mu, nu)
 
@@ -83,15 +105,38 @@ def decays(params):
     return jax.tree.map_with_path(lambda path, _: PARAMETERS[path[-1].key].decays, params)
 
 
+def moment_storage(model: ModelConfig, kind: str) -> Callable[[Any, Any], Storage]:
+    """How the model's parameters keep their moments: as `kind` of MemoryConfig says, but
+    vectors never in 8 bits, and the tables' second moments never factored: each of their
+    rows belongs to one token, and most are at rest."""
+
+    def storage(path, leaf) -> Storage:
+        name = path[-1].key
+        if kind in ("fp32", "bf16"):
+            return Plain(precision.DTYPES[kind])
+        row = PARAMETERS[name]
+        if not row.decays:
+            return Plain(precision.DTYPES["fp32"])
+        block = int8_block(model, name)
+        return Factored(block) if kind == "factored" and not row.is_table else Blocks(block)
+
+    return storage
+
+
 def make_optimizer(
-    config: OptimConfig, steps: int, moments: jnp.dtype
+    config: OptimConfig, steps: int, storage: Callable[[Any, Any], Storage] = moments.fp32
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW for gradients already clipped; `update` takes `key`."""
     return optax.chain(
-        scale_by_adam(config.beta1, config.beta2, ADAM_EPS, moments),
+        scale_by_adam(config.beta1, config.beta2, ADAM_EPS, storage),
         optax.add_decayed_weights(config.weight_decay, mask=decays),
         optax.scale_by_learning_rate(schedule(config, steps)),
     )
+
+
+def exact(params):
+    """Parameters as the optimiser sees them: float32, however they are stored."""
+    return jax.tree.map(lambda p: quant.value(p, jnp.float32), params, is_leaf=quant.is_int8)
 
 
 def init(optimizer: optax.GradientTransformation, params) -> dict:
@@ -100,42 +145,85 @@ def init(optimizer: optax.GradientTransformation, params) -> dict:
     Mapping over the layers gives each its own scalars, so that the state means
     the same whether layers are updated together or one at a time.
     """
-    rest, blocks = _split(params)
-    return {"rest": optimizer.init(rest), "blocks": jax.vmap(optimizer.init)(blocks)}
+    rest, blocks = split(params)
+    return {
+        "rest": optimizer.init(exact(rest)),
+        "blocks": jax.vmap(lambda layer: optimizer.init(exact(layer)))(blocks),
+    }
 
 
 def update(
-    optimizer: optax.GradientTransformationExtraArgs, gradients, state: dict, params, key: Array
+    optimizer: optax.GradientTransformation, gradients, state: dict, params, how: Application
 ) -> tuple:
-    """New parameters and state. Rounding depends on `key`, the layer and the position."""
-    rest_gradients, block_gradients = _split(gradients)
-    rest, blocks = _split(params)
+    """New parameters and state, in place and one layer after the other, so that what a
+    layer's update needs beside is there once. Rounding depends on the key, the layer and the
+    position."""
+    rest_gradients, block_gradients = split(gradients)
+    rest, blocks = split(params)
     num_layers = jax.tree.leaves(blocks)[0].shape[0]
-    keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(num_layers + 1))
-    one = partial(update_layer, optimizer)
-    blocks, block_state = jax.vmap(one)(block_gradients, state["blocks"], blocks, keys[:-1])
-    rest, rest_state = one(rest_gradients, state["rest"], rest, keys[-1])
+
+    def one(stacked, layer):
+        number, gradients = layer
+        return update_layer(optimizer, gradients, stacked, number, how), None
+
+    numbered = (jnp.arange(num_layers), block_gradients)
+    (blocks, block_state), _ = jax.lax.scan(one, (blocks, state["blocks"]), numbered)
+    how = how._replace(key=jax.random.fold_in(how.key, num_layers))
+    rest, rest_state = update_part(optimizer, rest_gradients, state["rest"], rest, how)
     return {**rest, "blocks": blocks}, {"rest": rest_state, "blocks": block_state}
 
 
 def update_layer(
-    optimizer: optax.GradientTransformationExtraArgs, gradients, state, params, key: Array
+    optimizer: optax.GradientTransformation, gradients, stacked: tuple, number: Array, how
 ) -> tuple:
-    """`update` of one layer or of the rest: added in float32, stored as parameters are."""
-    update_key, store_key = jax.random.split(key)
-    exact = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-    updates, state = optimizer.update(gradients, state, exact, key=update_key)
-    params = jax.tree.map(
-        lambda p, x, u, key: precision.store(x + u, p.dtype, key),
-        params,
-        exact,
-        updates,
+    """Layer `number` of the stacked (parameters, state) updated in its place."""
+    params, state = layer_of(stacked, number)
+    how = how._replace(key=jax.random.fold_in(how.key, number))
+    new = update_part(optimizer, gradients, state, params, how)
+    put = partial(jax.lax.dynamic_update_index_in_dim, index=number, axis=0)
+    return jax.tree.map(lambda all, one: put(all, one), stacked, new)
+
+
+def layer_of(stacked, number: Array):
+    """Layer `number` of a stacked tree."""
+    take = partial(jax.lax.dynamic_index_in_dim, index=number, axis=0, keepdims=False)
+    return jax.tree.map(lambda all: take(all), stacked)
+
+
+def update_part(
+    optimizer: optax.GradientTransformation, gradients, state, params, how: Application
+) -> tuple:
+    """`update` of one layer, or of the rest: added in float32, stored as parameters are."""
+    update_key, store_key = jax.random.split(how.key)
+    gradients = jax.tree.map(lambda g: g.astype(jnp.float32) * how.scale, gradients)
+    values = exact(params)
+    optimizer = optax.with_extra_args_support(optimizer)
+    updates, new_state = optimizer.update(gradients, state, values, key=update_key)
+    leaves, structure = jax.tree.flatten(params, is_leaf=quant.is_int8)
+    rows = zip(
+        leaves,
+        jax.tree.leaves(values),
+        jax.tree.leaves(updates),
         _tree_keys(store_key, params),
+        strict=True,
     )
-    return params, state
+    new = structure.unflatten([_store(p, x + u, leaf_key) for p, x, u, leaf_key in rows])
+    keep = partial(jnp.where, how.ok)
+    return jax.tree.map(keep, new, params), jax.tree.map(keep, new_state, state)
 
 
-def _split(params: dict) -> tuple[dict, dict]:
+def _store(old: Array | Int8, new: Array, key: Array) -> Array | Int8:
+    """A new parameter (float32) kept as the old one is."""
+    if isinstance(old, Int8):
+        bits, _ = precision.noise(key, new)
+        return quant.quantise(new, old.block, precision.uniform(bits))
+    if old.dtype == jnp.bfloat16:
+        return precision.stochastic_round(new, precision.noise(key, new)[0])
+    return new.astype(old.dtype)
+
+
+def split(params: dict) -> tuple[dict, dict]:
+    """What is there once, and what is stacked over the layers."""
     rest = {name: value for name, value in params.items() if name != "blocks"}
     return rest, params["blocks"]
 

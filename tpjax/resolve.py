@@ -12,6 +12,8 @@ from tpjax.config import ConfigError, MeshConfig, ModelConfig, TrainConfig, requ
 
 MAX_LOGITS_CHUNK_BYTES = 64 * 1024**2  # of one chunk's float32 logits, per device
 
+MIN_PART_TOKENS = 2048  # of a part of a layer's work: enough for matmuls to be efficient
+
 
 def resolve(config: TrainConfig, *, num_devices: int, platform: str) -> TrainConfig:
     """The same run with nothing left to decide, or a `ConfigError`.
@@ -43,6 +45,8 @@ def resolve(config: TrainConfig, *, num_devices: int, platform: str) -> TrainCon
         sequence_parallel=_splits_sequence(config) and mesh.tensor > 1,
         tie_embeddings=model.tie_embeddings,
     )
+    split = _split(config, mesh)
+    memory = dataclasses.replace(memory, split=split)
     config = dataclasses.replace(config, mesh=mesh, memory=memory, optim=optim, devices=num_devices)
     return dataclasses.replace(
         config, memory=dataclasses.replace(memory, loss_chunks=_loss_chunks(config, mesh))
@@ -136,6 +140,23 @@ def _check_mesh(config: TrainConfig, mesh: MeshConfig, num_devices: int) -> None
             f"seq_len={data.seq_len} does not split over tensor={mesh.tensor}; use a multiple of "
             f"{mesh.tensor}, or --no-sequence-parallel.",
         )
+
+
+def _split(config: TrainConfig, mesh: MeshConfig) -> int:
+    """Parts of the batch in a layer of the layer-by-layer update; each divides the rows of a
+    device evenly."""
+    rows = config.data.batch_size // (mesh.data * mesh.fsdp)
+    if config.memory.split != "auto":
+        require(
+            rows % config.memory.split == 0,
+            f"split={config.memory.split} does not divide the {rows} sequences of a device; "
+            f"it may be {', '.join(map(str, _divisors(rows)))}.",
+        )
+        return config.memory.split
+    if config.memory.update == "whole" or mesh.fsdp > 1:
+        return 1
+    tokens = rows * config.data.seq_len
+    return max(d for d in _divisors(rows) if d == 1 or tokens // d >= MIN_PART_TOKENS)
 
 
 def _loss_chunks(config: TrainConfig, mesh: MeshConfig) -> int:

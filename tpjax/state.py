@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from tpjax import optim
 from tpjax.config import TrainConfig
 from tpjax.model import Transformer
-from tpjax.precision import DTYPES
+from tpjax.precision import LossScale
 from tpjax.sharding import activation_spec
 
 
@@ -34,12 +34,14 @@ class TrainState:
         seed: uint32 scalar.
         params: the model's parameters, nested dicts by name.
         opt_state: `optim.init` of them.
+        loss_scale: of fp16 compute, or None.
     """
 
     step: Array
     seed: Array
     params: dict
     opt_state: dict
+    loss_scale: LossScale | None
 
 
 @jax.tree_util.register_dataclass
@@ -50,6 +52,11 @@ class Batch:
     tokens_BT: Array
     targets_BT: Array
     valid_BT: Array
+
+    @property
+    def count(self) -> Array:
+        """Positions that count, float32, and 1 where there are none: to divide by."""
+        return jnp.maximum(self.valid_BT.sum(), 1).astype(jnp.float32)
 
 
 _PURPOSES = ("init", "rounding", "sampling")
@@ -73,13 +80,15 @@ def _split_model(config: TrainConfig, seed: Array | int) -> tuple[nnx.GraphDef, 
 
 def optimizer_of(config: TrainConfig):
     """The optimiser that a resolved configuration asks for."""
-    return optim.make_optimizer(config.optim, config.steps, DTYPES[config.memory.moments])
+    storage = optim.moment_storage(config.model, config.memory.moments)
+    return optim.make_optimizer(config.optim, config.steps, storage)
 
 
 def _init(config: TrainConfig, seed: Array) -> TrainState:
     params = _split_model(config, seed)[1]
     opt_state = optim.init(optimizer_of(config), params)
-    return TrainState(jnp.zeros((), jnp.int32), seed, params, opt_state)
+    loss_scale = LossScale.initial() if config.memory.compute == "fp16" else None
+    return TrainState(jnp.zeros((), jnp.int32), seed, params, opt_state, loss_scale)
 
 
 def abstract_state(config: TrainConfig, mesh: Mesh) -> TrainState:

@@ -14,9 +14,10 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tpjax import optim
+from tpjax import layerwise, optim, quant
 from tpjax.config import TrainConfig
 from tpjax.loss import next_token_loss
+from tpjax.precision import DTYPES
 from tpjax.sharding import activation_spec
 from tpjax.state import (
     Batch,
@@ -29,31 +30,38 @@ from tpjax.state import (
 )
 
 
-def loss_sum(config: TrainConfig, params: dict, batch: Batch) -> Array:
-    """−log p(target), summed over the batch's valid positions."""
+def loss_sum(config: TrainConfig, params: dict, batch: Batch, scale: Array) -> Array:
+    """−log p(target), summed over the batch's valid positions, times `scale`."""
     model = nnx.merge(graph(config), params)
     return next_token_loss(
         model(batch.tokens_BT),
         model.head_VD(),
         batch.targets_BT,
         batch.valid_BT,
+        scale,
         config.model.vocab_size,
         config.memory.loss_chunks,
         config.memory.sequence_parallel,
     )
 
 
-def loss_and_gradients(config: TrainConfig, params: dict, batch: Batch) -> tuple[Array, dict]:
-    """The mean loss over the valid positions of the whole batch, and its gradients.
+def loss_and_gradients(
+    config: TrainConfig, params: dict, batch: Batch, loss_scale: Array
+) -> tuple[Array, dict]:
+    """`loss_scale` times the mean loss over the valid positions of the whole batch, and its
+    gradients; those of parameters in int8 are in the compute dtype.
 
     With accumulation, parts of the batch are swept one after the other and
     their gradients added in float32: the same sums in another order.
     """
-    tokens = batch.valid_BT.sum()
-    count = jnp.maximum(tokens, 1).astype(jnp.float32)
+    scale = loss_scale / batch.count
+    slots = quant.slots(params, DTYPES[config.memory.compute])
 
     def of_part(part: Batch) -> tuple[Array, dict]:
-        return jax.value_and_grad(lambda p: loss_sum(config, p, part) / count)(params)
+        def loss(slots):
+            return loss_sum(config, quant.attach(params, slots), part, scale)
+
+        return jax.value_and_grad(loss)(slots)
 
     A = config.data.accumulate
     if A == 1:
@@ -62,7 +70,7 @@ def loss_and_gradients(config: TrainConfig, params: dict, batch: Batch) -> tuple
     def add_part(total, part: Batch):
         return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, of_part(part)), None
 
-    zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
+    zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), slots)
     parts = jax.tree.map(partial(_parts, A), batch)
     total, _ = jax.lax.scan(add_part, (jnp.float32(0), zeros), parts)
     return total
@@ -81,25 +89,43 @@ def train_step(
 ) -> tuple[TrainState, dict[str, Array]]:
     """The state after one more step, and the step's scalars.
 
-    Metrics: `loss` (mean over valid positions), `grad_norm` (before clipping),
-    `lr`, `tokens` (valid positions).
+    A step whose loss or gradient is not finite leaves parameters and moments as they are.
+
+    Metrics: `loss` (mean over valid positions), `grad_norm` (before clipping), `lr`,
+    `tokens` (valid positions), and with fp16 compute `loss_scale`.
     """
-    loss, gradients = loss_and_gradients(config, state.params, batch)
-    norm = optim.global_norm(gradients)
-    scale = optim.clip_scale(norm, config.optim.clip)
-    gradients = jax.tree.map(lambda g: g.astype(jnp.float32) * scale, gradients)
+    update = layerwise.update if config.memory.update == "layerwise" else _update_whole
     key = jax.random.fold_in(purpose_key(state.seed, "rounding"), state.step)
-    with jax.named_scope("update"):
-        params, opt_state = optim.update(
-            optimizer_of(config), gradients, state.opt_state, state.params, key
-        )
+    params, opt_state, loss, norm = update(config, state, batch, key)
     metrics = {
         "loss": loss,
         "grad_norm": norm,
         "lr": optim.schedule(config.optim, config.steps)(state.step),
         "tokens": batch.valid_BT.sum(),
     }
-    return TrainState(state.step + 1, state.seed, params, opt_state), metrics
+    loss_scale = state.loss_scale
+    if loss_scale is not None:
+        metrics["loss_scale"] = loss_scale.scale
+        loss_scale = loss_scale.after(jnp.isfinite(loss) & jnp.isfinite(norm))
+    return TrainState(state.step + 1, state.seed, params, opt_state, loss_scale), metrics
+
+
+def _update_whole(
+    config: TrainConfig, state: TrainState, batch: Batch, key: Array
+) -> tuple[dict, dict, Array, Array]:
+    """New parameters, new optimiser state, mean loss and global norm of the gradient."""
+    scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
+    loss, gradients = loss_and_gradients(config, state.params, batch, scale)
+    norm = optim.global_norm(gradients) / scale
+    how = optim.Application(
+        key=key,
+        scale=optim.clip_scale(norm, config.optim.clip) / scale,
+        ok=jnp.isfinite(loss) & jnp.isfinite(norm),
+    )
+    optimizer = optimizer_of(config)
+    with jax.named_scope("update"):
+        params, opt_state = optim.update(optimizer, gradients, state.opt_state, state.params, how)
+    return params, opt_state, loss / scale, norm
 
 
 def eval_step(
@@ -107,7 +133,8 @@ def eval_step(
 ) -> tuple[Array, Array]:
     """`totals` (loss summed over valid positions, their count) with a batch added."""
     loss, count = totals
-    return loss + loss_sum(config, params, batch), count + batch.valid_BT.sum()
+    one = loss_sum(config, params, batch, jnp.float32(1))
+    return loss + one, count + batch.valid_BT.sum()
 
 
 def lower_train_step(config: TrainConfig, mesh: Mesh) -> jax.stages.Lowered:
