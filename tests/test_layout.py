@@ -24,6 +24,7 @@ RANKS = [
     {"model"},
     {"loss", "optim"},
     {"state"},
+    {"tables"},
     {"layerwise"},
     {"step", "data", "generate"},
     {"memory.forms", "memory.text"},

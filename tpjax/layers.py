@@ -25,6 +25,7 @@ from tpjax.precision import DTYPES
 from tpjax.sharding import activation_spec, residual_spec, weight_spec
 
 INIT_STD = 0.02  # GPT-2's, for every matrix
+TABLE_PART_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,14 @@ def make_weight(model: ModelConfig, memory: MemoryConfig, rngs: nnx.Rngs, name: 
     return nnx.Param(value, name=name)
 
 
+def table_parts(model: ModelConfig) -> int:
+    """Parts in which a vocabulary table is updated, dealt out by rows: the fewest that keep
+    a part's float32 values below `TABLE_PART_BYTES`, the same on every mesh."""
+    V, D, N = (model.sizes[letter] for letter in "VDN")
+    wanted = -(-V * D * 4 // TABLE_PART_BYTES)
+    return next(parts for parts in range(wanted, V // N + 1) if V // N % parts == 0)
+
+
 def int8_block(model: ModelConfig, name: str) -> quant.Block:
     """The blocks of the matrix `name` in int8, whatever is stored so of it.
 
@@ -101,7 +110,7 @@ def int8_block(model: ModelConfig, name: str) -> quant.Block:
     no allowed one cuts a block; of `fsdp` the divisors of D / block size are allowed.
     """
     letters, sizes = PARAMETERS[name].letters, model.sizes
-    shards = {"H": 1, "D": quant.MAX_SHARDS} | {letter: sizes["N"] for letter in "NKF"}
+    shards = {"H": 1, "D": quant.MAX_SHARDS} | dict.fromkeys("NKF", sizes["N"])
     shape = [sizes[letter] for letter in letters]
     return quant.choose_block(shape, [shards.get(letter, sizes[letter]) for letter in letters])
 

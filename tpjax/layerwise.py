@@ -1,9 +1,10 @@
-"""The layer-by-layer update: each layer's gradient is used as soon as it is there.
+"""The layer-by-layer update: each gradient is used as soon as it is there.
 
 Forward, each layer's input is kept. Going back, one layer at a time is run again,
-its gradient made and its parameters updated, so that never more than one layer's
-gradient exists (LOMO, arXiv:2306.09782, and BAdam's like do so for SGD; here with
-any optimiser that acts parameter by parameter).
+its gradient made and its parameters updated, then the vocabulary's tables some
+rows at a time, so that never more than one such part's gradient exists (as LOMO,
+arXiv:2306.09782, does for SGD; here for any optimiser that acts parameter by
+parameter).
 
 Letters: B batch, T sequence, D model width, L layers; A parts of the batch.
 """
@@ -16,141 +17,256 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jax import Array
-from jax.sharding import PartitionSpec as P
 
-from tpjax import optim, quant
+from tpjax import optim, quant, remat, tables
 from tpjax.config import TrainConfig
-from tpjax.layers import rope_tables
-from tpjax.loss import next_token_loss
+from tpjax.layers import rope_tables, table_parts
+from tpjax.loss import loss_and_x_gradient
+from tpjax.model import Transformer
 from tpjax.optim import Application
 from tpjax.precision import DTYPES
+from tpjax.sharding import deal, undeal
 from tpjax.state import Batch, TrainState, graph, optimizer_of
 
 Block = Callable[[dict, Array], Array]  # (one layer's parameters, x_BTD) → x_BTD
 
 
+def clip_per_part(config: TrainConfig) -> float:
+    """The greatest norm of each layer's gradient, of each part of a table's and of the
+    rest's (0: not clipped): all of them at it, the whole gradient is at `clip`.
+
+    The global norm is not known before the last part, when the others are used up.
+    """
+    model = config.model
+    num_tables = 1 if model.tie_embeddings else 2
+    num_parts = model.num_layers + num_tables * table_parts(model) + 1
+    return config.optim.clip / math.sqrt(num_parts)
+
+
 def update(
     config: TrainConfig, state: TrainState, batch: Batch, key: Array
 ) -> tuple[dict, dict, Array, Array]:
-    """New parameters, new optimiser state, mean loss and global norm of the gradient."""
-    optimizer, dtype = optimizer_of(config), DTYPES[config.memory.compute]
-    rest, blocks = optim.split(state.params)
-    slots = quant.slots(rest, dtype)
+    """New parameters, new optimiser state, mean loss and global norm of the gradient.
 
-    def whole(slots: dict):
-        return nnx.merge(graph(config), {**quant.attach(rest, slots), "blocks": blocks})
-
-    block = _block(config, whole(slots), batch.tokens_BT.shape[1])
-    x_BTD, embed_back = jax.vjp(lambda slots: whole(slots).embed(batch.tokens_BT), slots)
-    with jax.named_scope("layers"):
-        x_BTD, kept = jax.lax.scan(partial(_forward, config, block), x_BTD, blocks)
-
-    def tail(slots: dict, x_BTD: Array) -> Array:
-        model = whole(slots)
-        return next_token_loss(
-            model.norm(x_BTD),
-            model.head_VD(),
-            batch.targets_BT,
-            batch.valid_BT,
-            1 / batch.count,
-            config.model.vocab_size,
-            config.memory.loss_chunks,
-            config.memory.sequence_parallel,
-        )
-
-    loss, (head_gradients, dx_BTD) = jax.value_and_grad(tail, (0, 1))(slots, x_BTD)
+    A loss that is not finite is seen before anything is updated; then nothing is.
+    """
+    sweep = _Sweep(config, state, batch)
+    x_BTD, kept, embed_back = sweep.forward()
+    loss, dx_BTD, y_BTD, lse_BT, norm_gradients = sweep.loss(x_BTD)
     how = Application(key, jnp.float32(1), jnp.isfinite(loss))
-    clip = config.optim.clip / math.sqrt(config.model.num_layers + 1)
+    blocks, dx_BTD, squares = sweep.backward(kept, dx_BTD, how)
+    rest, rest_squares = sweep.rest(norm_gradients, embed_back, dx_BTD, how)
+    done, table_squares = sweep.tables(y_BTD, lse_BT, dx_BTD, how)
+    params = {**rest[0], "blocks": blocks[0]}
+    states = {"rest": rest[1], "tables": {}, "blocks": blocks[1]}
+    for name, (table, table_state) in done.items():
+        params |= table
+        states["tables"][name] = table_state
+    return params, states, loss, jnp.sqrt(squares + rest_squares + table_squares)
 
-    def backward(carry, layer):
-        dx_BTD, stacked, squares = carry
-        number, x_BTD = layer
-        params, _ = optim.layer_of(stacked, number)
-        gradients, dx_BTD = _gradients(config, block, params, x_BTD, dx_BTD)
-        stacked, norm = _clipped(
-            optimizer, gradients, clip, how,
-            lambda how: optim.update_layer(optimizer, gradients, stacked, number, how),
+
+class _Sweep:
+    """One step over one batch, piece by piece."""
+
+    def __init__(self, config: TrainConfig, state: TrainState, batch: Batch):
+        self.config, self.state, self.batch = config, state, batch
+        self.parts, self.optimizer = optim.split(state.params), optimizer_of(config)
+        self.split, self.num_layers = config.memory.split, config.model.num_layers
+        self.group = remat.group_size(self.num_layers) if config.memory.remat == "nested" else 1
+        self.slots = quant.slots(self.parts.rest, DTYPES[config.memory.compute])
+        self.clip = clip_per_part(config)
+        self.blocks_graph, _ = nnx.split(self.model(self.slots).blocks)
+
+    def model(self, rest_slots: dict) -> Transformer:
+        """The model, to be differentiated in what is neither table nor layer."""
+        rest = quant.attach(self.parts.rest, rest_slots)
+        params = {**rest, **self.parts.tables, "blocks": self.parts.blocks}
+        return nnx.merge(graph(self.config), params)
+
+    def block(self, layer: dict, x_BTD: Array) -> Array:
+        model, T = self.config.model, x_BTD.shape[1]
+        rope = None if model.rope is None else rope_tables(model.rope, model.head_dim, T)
+        return nnx.merge(self.blocks_graph, layer)(x_BTD, rope)
+
+    def layer(self, layer: dict, x_BTD: Array) -> Array:
+        """`block`, a part of the batch at a time."""
+        if self.split == 1:
+            return self.block(layer, x_BTD)
+
+        def one(x: Array, a: Array) -> tuple[Array, None]:
+            return _put(x, self.block(layer, _take(x, a)), a), None
+
+        return undeal(jax.lax.scan(one, deal(x_BTD, self.split), jnp.arange(self.split))[0])
+
+    def forward(self) -> tuple[Array, Array, Callable]:
+        """The last block's output, the input of each group of layers, and what makes the
+        rest's gradient of the embedding's."""
+
+        def embed(slots: dict) -> Array:
+            return self.model(slots).embed(self.batch.tokens_BT)
+
+        def group(x_BTD: Array, first: Array) -> tuple[Array, Array]:
+            def one(i: Array, x: Array) -> Array:
+                return self.layer(optim.layer_of(self.parts.blocks, first + i), x)
+
+            return jax.lax.fori_loop(0, self.group, one, x_BTD), x_BTD
+
+        x_BTD, embed_back = jax.vjp(embed, self.slots)
+        with jax.named_scope("layers"):
+            firsts = jnp.arange(0, self.num_layers, self.group)
+            x_BTD, kept = jax.lax.scan(group, x_BTD, firsts)
+        return x_BTD, kept, embed_back
+
+    def loss(self, x_BTD: Array) -> tuple[Array, Array, Array, Array, dict]:
+        """The loss, its gradient in the last block's output, the normed output, the
+        log-sum-exp of its logits, and the gradient of the rest."""
+        config, batch = self.config, self.batch
+
+        def norm(slots: dict, x_BTD: Array) -> Array:
+            return self.model(slots).norm(x_BTD)
+
+        y_BTD, back = jax.vjp(norm, self.slots, x_BTD)
+        head_VD = self.model(self.slots).head_VD()
+        tokens = (batch.targets_BT, batch.valid_BT, 1 / batch.count)
+        static = (config.model.vocab_size, config.memory.loss_chunks)
+        loss, dy_BTD, lse_BT = loss_and_x_gradient(
+            y_BTD, head_VD, *tokens, *static, config.memory.sequence_parallel
         )
-        return (dx_BTD, stacked, squares + norm * norm), None
+        gradients, dx_BTD = back(dy_BTD)
+        return loss, dx_BTD, y_BTD, lse_BT, gradients
 
-    stacked = (blocks, state.opt_state["blocks"])
-    numbered = (jnp.arange(config.model.num_layers), kept)
-    start = (dx_BTD, stacked, jnp.float32(0))
-    with jax.named_scope("layers"):
-        (dx_BTD, (blocks, block_state), squares), _ = jax.lax.scan(backward, start, numbered, reverse=True)
-    (embed_gradients,) = embed_back(dx_BTD)
-    gradients = jax.tree.map(jnp.add, head_gradients, embed_gradients)
-    how = how._replace(key=jax.random.fold_in(key, config.model.num_layers))
-    (rest, rest_state), norm = _clipped(
-        optimizer, gradients, clip, how,
-        lambda how: optim.update_part(optimizer, gradients, state.opt_state["rest"], rest, how),
-    )
-    params = {**rest, "blocks": blocks}
-    return params, {"rest": rest_state, "blocks": block_state}, loss, jnp.sqrt(squares + norm * norm)
+    def backward(self, kept: Array, dx_BTD: Array, how: Application) -> tuple:
+        """(The layers' new parameters, state), the embedding's gradient, the sum of squares."""
 
+        def layer(i: Array, carry: tuple) -> tuple:
+            first, inputs, dx_BTD, stacked, squares = carry
+            number = first + self.group - 1 - i
+            params, _ = optim.layer_of(stacked, number)
+            x_BTD = optim.layer_of(inputs, self.group - 1 - i)
+            gradients, dx_BTD = self.gradients(params, x_BTD, dx_BTD)
+            with jax.named_scope("update"):
+                how_clipped, square = self.clipped(gradients, how)
+                stacked = optim.update_layer(
+                    self.optimizer, gradients, stacked, number, how_clipped
+                )
+            return first, inputs, dx_BTD, stacked, squares + square
 
-def _clipped(optimizer, gradients, clip: float, how: Application, apply):
-    with jax.named_scope("update"):
+        def group(carry: tuple, kept: tuple) -> tuple:
+            first, x_BTD = kept
+            dx_BTD, stacked, squares = carry
+            inputs = self.inputs(stacked[0], first, x_BTD)
+            start = (first, inputs, dx_BTD, stacked, squares)
+            return jax.lax.fori_loop(0, self.group, layer, start)[2:], None
+
+        stacked = (self.parts.blocks, self.state.opt_state["blocks"])
+        firsts = jnp.arange(0, self.num_layers, self.group)
+        with jax.named_scope("layers"):
+            carry = (dx_BTD, stacked, jnp.float32(0))
+            (dx_BTD, stacked, squares), _ = jax.lax.scan(group, carry, (firsts, kept), reverse=True)
+        return stacked, dx_BTD, squares
+
+    def inputs(self, blocks: dict, first: Array, x_BTD: Array) -> Array:
+        """The inputs of the layers of a group, from that of its first."""
+        if self.group == 1:
+            return x_BTD[None]
+
+        def one(i: Array, inputs: Array) -> Array:
+            x_BTD = optim.layer_of(inputs, i - 1)
+            y_BTD = self.layer(optim.layer_of(blocks, first + i - 1), x_BTD)
+            return jax.lax.dynamic_update_index_in_dim(inputs, y_BTD, i, axis=0)
+
+        inputs = jnp.broadcast_to(x_BTD, (self.group, *x_BTD.shape))
+        return jax.lax.fori_loop(1, self.group, one, inputs)
+
+    def gradients(self, params: dict, x_BTD: Array, dx_BTD: Array) -> tuple[dict, Array]:
+        """Of one layer's parameters and input; of several parts, added up in float32."""
+        slots = quant.slots(params, DTYPES[self.config.memory.compute])
+
+        def back(x: Array, dx: Array) -> tuple[dict, Array]:
+            def block(slots: dict, x: Array) -> Array:
+                return self.block(quant.attach(params, slots), x)
+
+            return jax.vjp(block, slots, x)[1](dx)
+
+        if self.split == 1:
+            return back(x_BTD, dx_BTD)
+        x_parts = deal(x_BTD, self.split)
+
+        def one(carry: tuple, a: Array) -> tuple:
+            total, dx = carry
+            gradients, dx_a = back(_take(x_parts, a), _take(dx, a))
+            total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, gradients)
+            return (total, _put(dx, dx_a, a)), None
+
+        zeros = jax.tree.map(lambda s: jnp.zeros_like(s, jnp.float32), slots)
+        start = (zeros, deal(dx_BTD, self.split))
+        (total, dx_BTD), _ = jax.lax.scan(one, start, jnp.arange(self.split))
+        return total, undeal(dx_BTD)
+
+    def clipped(self, gradients: dict, how: Application) -> tuple[Application, Array]:
+        """How to apply the gradient of one part, and its sum of squares."""
         norm = optim.global_norm(gradients)
-        return apply(how._replace(scale=optim.clip_scale(norm, clip))), norm
+        return how._replace(scale=optim.clip_scale(norm, self.clip)), norm * norm
 
+    @jax.named_scope("update")
+    def rest(self, gradients: dict, embed_back: Callable, dx_BTD: Array, how: Application) -> tuple:
+        """(New parameters, state) of the rest, and the sum of squares."""
+        (of_embedding,) = embed_back(dx_BTD)
+        gradients = jax.tree.map(jnp.add, gradients, of_embedding)
+        how, square = self.clipped(gradients, how.of("rest"))
+        state = self.state.opt_state["rest"]
+        done = optim.update_part(self.optimizer, gradients, state, self.parts.rest, how)
+        return done, square
 
-def _block(config: TrainConfig, model: nnx.Module, T: int) -> Block:
-    graph, _ = nnx.split(model.blocks)
-    rope = None
-    if config.model.rope is not None:
-        rope = rope_tables(config.model.rope, config.model.head_dim, T)
-    return lambda layer, x_BTD: nnx.merge(graph, layer)(x_BTD, rope)
+    def tables(self, y_BTD: Array, lse_BT: Array, dx_BTD: Array, how: Application) -> tuple:
+        """({name: new table}, state) by name, and the sum of squares."""
+        config, batch = self.config, self.batch
+        model, memory, parts = config.model, config.memory, table_parts(config.model)
+        arrays = (batch.targets_BT, batch.valid_BT, lse_BT, 1 / batch.count)
 
+        def gradient(name: str, table: dict, part: Array) -> Array:
+            total = jnp.float32(0)
+            if name == "head" or model.tie_embeddings:
+                rows = optim.rows_of(table, part, parts)[name]
+                total += tables.head_gradient(
+                    y_BTD,
+                    quant.value(rows, y_BTD.dtype),
+                    part,
+                    parts,
+                    *arrays,
+                    vocab_size=model.vocab_size,
+                    chunks=memory.loss_chunks,
+                    sequence_parallel=memory.sequence_parallel,
+                )
+            if name == "embedding":
+                total += tables.embedding_gradient(
+                    dx_BTD,
+                    batch.tokens_BT,
+                    part,
+                    parts,
+                    model.padded_vocab_size,
+                    memory.sequence_parallel,
+                )
+            return total
 
-def _forward(config: TrainConfig, block: Block, x_BTD: Array, layer: dict) -> tuple[Array, Array]:
-    A = config.memory.split
-    parts = _deal(A, x_BTD)
+        def rows(name: str, carry: tuple, part: Array) -> tuple:
+            whole, squares = carry
+            with jax.named_scope("loss"):
+                gradients = {name: gradient(name, whole[0], part)}
+            with jax.named_scope("update"):
+                how_clipped, square = self.clipped(gradients, how)
+                whole = optim.update_rows(
+                    self.optimizer, gradients, whole, part, parts, how_clipped
+                )
+            return (whole, squares + square), None
 
-    def one(x, a):
-        return _put(x, block(layer, _take(x, a)), a), None
-
-    if A == 1:
-        return block(layer, x_BTD), x_BTD
-    y, _ = jax.lax.scan(one, parts, jnp.arange(A))
-    return _undeal(y, x_BTD), x_BTD
-
-
-def _gradients(config: TrainConfig, block: Block, params: dict, x_BTD: Array, dx_BTD: Array):
-    slots = quant.slots(params, DTYPES[config.memory.compute])
-
-    def back(x, dx):
-        _, back = jax.vjp(lambda s, x: block(quant.attach(params, s), x), slots, x)
-        return back(dx)
-
-    A = config.memory.split
-    if A == 1:
-        return back(x_BTD, dx_BTD)
-    x_parts = _deal(A, x_BTD)
-
-    def one(carry, a):
-        total, dx = carry
-        gradients, dx_a = back(_take(x_parts, a), _take(dx, a))
-        return (jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, gradients), _put(dx, dx_a, a)), None
-
-    zeros = jax.tree.map(lambda s: jnp.zeros_like(s, jnp.float32), slots)
-    (total, dx), _ = jax.lax.scan(one, (zeros, _deal(A, dx_BTD)), jnp.arange(A))
-    return total, _undeal(dx, dx_BTD)
-
-
-def _deal(A: int, x: Array) -> Array:
-    """[B, …] → [B/A, A, …]: rows are dealt out in turn, so that every part lies on all
-    devices as the batch does and no row moves."""
-    spec = jax.typeof(x).sharding.spec
-    shape = (x.shape[0] // A, A, *x.shape[1:])
-    return jax.lax.reshape(x, shape, out_sharding=P(spec[0], None, *spec[1:]))
-
-
-def _undeal(x: Array, like: Array) -> Array:
-    return jax.lax.reshape(x, like.shape, out_sharding=jax.typeof(like).sharding.spec)
+        done, squares = {}, jnp.float32(0)
+        for name, table in self.parts.tables.items():
+            start = (({name: table}, self.state.opt_state["tables"][name]), squares)
+            (done[name], squares), _ = jax.lax.scan(partial(rows, name), start, jnp.arange(parts))
+        return done, squares
 
 
 def _take(x: Array, a: Array) -> Array:

@@ -11,6 +11,7 @@ Letters: B batch, T sequence, D model width, V vocabulary; C = T/chunks, R = B·
 from __future__ import annotations
 
 from functools import partial
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,16 @@ from jax.sharding import reshard
 from tpjax.layers import gather_fsdp
 from tpjax.mesh import BATCH, TENSOR
 from tpjax.sharding import activation_spec, residual_spec, weight_spec
+
+Wanted: TypeAlias = Literal["loss", "gradients", "x_gradient"]
+
+
+def loss_and_x_gradient(*arguments) -> tuple[Array, Array, Array]:
+    """Of the arguments of `next_token_loss`: the loss, its gradient in x_BTD, and lse_BT, the
+    float32 log-sum-exp of each position's logits, from which the head's gradient can be made
+    (`tables.head_gradient`)."""
+    loss, dx_BTD, lse_BT = _sweep(*arguments, wanted="x_gradient")
+    return loss, dx_BTD, lse_BT
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
@@ -53,7 +64,7 @@ def next_token_loss(
     """
     static = (vocab_size, chunks, sequence_parallel)
     arrays = (x_BTD, head_VD, targets_BT, valid_BT, scale)
-    return _sweep(*arrays, *static, with_gradient=False)[0]
+    return _sweep(*arrays, *static, wanted="loss")[0]
 
 
 @jax.named_scope("loss")
@@ -67,22 +78,23 @@ def _sweep(
     chunks: int,
     sequence_parallel: bool,
     *,
-    with_gradient: bool,
+    wanted: Wanted,
 ) -> tuple[Array, ...]:
-    """(loss,) or, if asked for, (loss, its gradient in x_BTD, its gradient in head_VD)."""
+    """(loss,) alone, or with its gradients in x_BTD and head_VD, or with that in x_BTD and
+    what the other can be made from later."""
     x_spec, head_spec = residual_spec(sequence_parallel), weight_spec("VD")
     tokens_spec = activation_spec("BT")
-    gradient_specs = (x_spec, head_spec) if with_gradient else ()
+    out_specs = {"loss": (), "gradients": (x_spec, head_spec), "x_gradient": (x_spec, tokens_spec)}
     local = jax.shard_map(
         partial(
             _local_sweep,
             vocab_size=vocab_size,
             chunks=chunks,
             sequence_parallel=sequence_parallel,
-            with_gradient=with_gradient,
+            wanted=wanted,
         ),
         in_specs=(x_spec, head_spec, tokens_spec, tokens_spec, P()),
-        out_specs=(P(), *gradient_specs),
+        out_specs=(P(), *out_specs[wanted]),
     )
     tokens = (reshard(targets_BT, tokens_spec), reshard(valid_BT, tokens_spec))
     return local(x_BTD, head_VD, *tokens, scale)
@@ -98,7 +110,7 @@ def _local_sweep(
     vocab_size: int,
     chunks: int,
     sequence_parallel: bool,
-    with_gradient: bool,
+    wanted: Wanted,
 ) -> tuple[Array, ...]:
     """`_sweep` on one device: all of T for its rows of the head, one chunk after the other."""
     head = gather_fsdp(head, axis=1)
@@ -111,14 +123,14 @@ def _local_sweep(
         return jax.lax.dynamic_slice_in_dim(by_device, i * size, size, axis=2).reshape(-1)
 
     def one(carry, i: Array):
-        loss, dx, dhead = carry
+        loss, dx, dhead, lse = carry
         x_BCD = jax.lax.dynamic_slice_in_dim(x, i * size, size, axis=1)
         if sequence_parallel:
             x_BCD = jax.lax.all_gather(x_BCD, TENSOR, axis=1, tiled=True)
         x_RD = x_BCD.reshape(-1, x.shape[-1])
         with jax.named_scope("logits"):
             chunk = _Chunk(x_RD, head, rows(i, targets), rows(i, valid), vocab_size)
-        if with_gradient:
+        if wanted != "loss":
             with jax.named_scope("logits_gradient"):
                 dlogits_RV = (chunk.dlogits() * scale).astype(x.dtype)
             with jax.named_scope("x_gradient"):
@@ -128,25 +140,32 @@ def _local_sweep(
             else:
                 dx_BCD = jax.lax.psum(dx_BCD, TENSOR)
             dx = jax.lax.dynamic_update_slice_in_dim(dx, dx_BCD, i * size, axis=1)
+        if wanted == "gradients":
             with jax.named_scope("head_gradient"):
                 dhead += jnp.einsum(
                     "RV,RD->VD", dlogits_RV, x_RD, preferred_element_type=jnp.float32
                 )
-        return (loss + chunk.loss, dx, dhead), None
+        if wanted == "x_gradient":
+            by_device = chunk.lse.reshape(B, T // t, size)
+            lse = jax.lax.dynamic_update_slice_in_dim(lse, by_device, i * size, axis=2)
+        return (loss + chunk.loss, dx, dhead, lse), None
 
-    def zeros(shape: tuple[int, ...], dtype, axes: tuple[str, ...]) -> Array:
-        return jax.lax.pcast(jnp.zeros(shape, dtype), axes, to="varying")
+    def zeros(shape: tuple[int, ...], dtype, axes: tuple[str, ...], needed: bool = True) -> Array:
+        return jax.lax.pcast(jnp.zeros(shape if needed else (0,), dtype), axes, to="varying")
 
     x_axes = BATCH + TENSOR if sequence_parallel else BATCH
     start = (
         zeros((), jnp.float32, BATCH),
-        zeros(x.shape if with_gradient else (0,), x.dtype, x_axes),
-        zeros(head.shape if with_gradient else (0,), jnp.float32, BATCH + TENSOR),
+        zeros(x.shape, x.dtype, x_axes, wanted != "loss"),
+        zeros(head.shape, jnp.float32, BATCH + TENSOR, wanted == "gradients"),
+        zeros((B, T // t, t), jnp.float32, BATCH, wanted == "x_gradient"),
     )
-    (loss, dx, dhead), _ = jax.lax.scan(one, start, jnp.arange(chunks))
+    (loss, dx, dhead, lse), _ = jax.lax.scan(one, start, jnp.arange(chunks))
     loss = jax.lax.psum(loss, BATCH) * scale
-    if not with_gradient:
+    if wanted == "loss":
         return (loss,)
+    if wanted == "x_gradient":
+        return loss, dx, lse.reshape(B, T)
     # Settled here, or XLA would carry the float32 sum to the end of the backward pass.
     dhead = jax.lax.optimization_barrier(dhead.astype(head.dtype))
     dhead = jax.lax.psum_scatter(dhead, "fsdp", scatter_dimension=1, tiled=True)
@@ -163,7 +182,8 @@ class _Chunk:
         first_row = jax.lax.axis_index(TENSOR) * rows
         logits = jnp.einsum("RD,VD->RV", x_RD, head_VD, preferred_element_type=jnp.float32)
         logits = jnp.where(first_row + jnp.arange(rows) < vocab_size, logits, -jnp.inf)
-        logits -= jax.lax.pmax(logits.max(-1, keepdims=True), TENSOR)
+        greatest = jax.lax.pmax(logits.max(-1, keepdims=True), TENSOR)
+        logits -= greatest
         self.exp = jnp.exp(logits)
         self.total = jax.lax.psum(self.exp.sum(-1, keepdims=True), TENSOR)
         self.is_target = (targets_R - first_row)[:, None] == jnp.arange(rows)
@@ -172,6 +192,7 @@ class _Chunk:
         )
         self.valid = valid_R[:, None]
         self.loss = jnp.where(self.valid, jnp.log(self.total) - target_logit, 0).sum()
+        self.lse = greatest + jnp.log(self.total)
 
     def dlogits(self) -> Array:
         """softmax − one-hot where valid, else 0, in float32."""
@@ -179,7 +200,7 @@ class _Chunk:
 
 
 def _forward_rule(*arguments):
-    loss, *gradients = _sweep(*arguments, with_gradient=True)
+    loss, *gradients = _sweep(*arguments, wanted="gradients")
     return loss, tuple(gradients)
 
 

@@ -16,8 +16,13 @@ from tpjax.config import ModelConfig, OptimConfig
 from tpjax.layers import PARAMETERS, int8_block
 from tpjax.moments import Blocks, Factored, Plain, Rates, Storage
 from tpjax.quant import Int8
+from tpjax.sharding import deal, undeal
 
 ADAM_EPS = 1e-8
+
+
+_TABLES = ("embedding", "head")
+_PARTS = ("blocks", "rest", *_TABLES)
 
 
 class Application(NamedTuple):
@@ -32,6 +37,11 @@ class Application(NamedTuple):
     key: Array
     scale: Array
     ok: Array
+
+    def of(self, part: str, number: Array | int = 0) -> Application:
+        """The same, with the key of a layer, of a part of a table, or of the rest."""
+        key = jax.random.fold_in(self.key, _PARTS.index(part))
+        return self._replace(key=jax.random.fold_in(key, number))
 
 
 class AdamState(NamedTuple):
@@ -140,54 +150,109 @@ def exact(params):
 
 
 def init(optimizer: optax.GradientTransformation, params) -> dict:
-    """The optimiser's state: of the stacked blocks layer by layer, and of the rest.
+    """The optimiser's state: of the stacked blocks layer by layer, of each table by itself,
+    and of the rest.
 
     Mapping over the layers gives each its own scalars, so that the state means
     the same whether layers are updated together or one at a time.
     """
-    rest, blocks = split(params)
+    parts = split(params)
+    state = {name: optimizer.init(exact({name: table})) for name, table in parts.tables.items()}
     return {
-        "rest": optimizer.init(exact(rest)),
-        "blocks": jax.vmap(lambda layer: optimizer.init(exact(layer)))(blocks),
+        "rest": optimizer.init(exact(parts.rest)),
+        "tables": state,
+        "blocks": jax.vmap(lambda layer: optimizer.init(exact(layer)))(parts.blocks),
     }
 
 
 def update(
-    optimizer: optax.GradientTransformation, gradients, state: dict, params, how: Application
-) -> tuple:
-    """New parameters and state, in place and one layer after the other, so that what a
-    layer's update needs beside is there once. Rounding depends on the key, the layer and the
-    position."""
-    rest_gradients, block_gradients = split(gradients)
-    rest, blocks = split(params)
-    num_layers = jax.tree.leaves(blocks)[0].shape[0]
+    optimizer: optax.GradientTransformation,
+    gradients: dict,
+    state: dict,
+    params: dict,
+    how: Application,
+    table_parts: int,
+) -> tuple[dict, dict]:
+    """New parameters and state, in place and one layer or part of a table after the other, so
+    that what an update needs beside is there once. Rounding depends on the key, the layer or
+    part, and the position."""
+    grads, old = split(gradients), split(params)
+    num_layers = jax.tree.leaves(old.blocks)[0].shape[0]
 
-    def one(stacked, layer):
-        number, gradients = layer
+    def layer(stacked, numbered):
+        number, gradients = numbered
         return update_layer(optimizer, gradients, stacked, number, how), None
 
-    numbered = (jnp.arange(num_layers), block_gradients)
-    (blocks, block_state), _ = jax.lax.scan(one, (blocks, state["blocks"]), numbered)
-    how = how._replace(key=jax.random.fold_in(how.key, num_layers))
-    rest, rest_state = update_part(optimizer, rest_gradients, state["rest"], rest, how)
-    return {**rest, "blocks": blocks}, {"rest": rest_state, "blocks": block_state}
+    def rows(name: str, stacked, part: Array):
+        gradients = {name: rows_of(grads.tables[name], part, table_parts)}
+        return update_rows(optimizer, gradients, stacked, part, table_parts, how), None
+
+    layers = (jnp.arange(num_layers), grads.blocks)
+    (blocks, block_state), _ = jax.lax.scan(layer, (old.blocks, state["blocks"]), layers)
+    rest, rest_state = update_part(optimizer, grads.rest, state["rest"], old.rest, how.of("rest"))
+    tables, table_states = {}, {}
+    for name, table in old.tables.items():
+        start = ({name: table}, state["tables"][name])
+        numbers = jnp.arange(table_parts)
+        (new, table_states[name]), _ = jax.lax.scan(partial(rows, name), start, numbers)
+        tables |= new
+    return (
+        {**rest, **tables, "blocks": blocks},
+        {"rest": rest_state, "tables": table_states, "blocks": block_state},
+    )
 
 
 def update_layer(
-    optimizer: optax.GradientTransformation, gradients, stacked: tuple, number: Array, how
+    optimizer: optax.GradientTransformation,
+    gradients: dict,
+    stacked: tuple,
+    number: Array,
+    how: Application,
 ) -> tuple:
     """Layer `number` of the stacked (parameters, state) updated in its place."""
     params, state = layer_of(stacked, number)
-    how = how._replace(key=jax.random.fold_in(how.key, number))
-    new = update_part(optimizer, gradients, state, params, how)
+    new = update_part(optimizer, gradients, state, params, how.of("blocks", number))
     put = partial(jax.lax.dynamic_update_index_in_dim, index=number, axis=0)
-    return jax.tree.map(lambda all, one: put(all, one), stacked, new)
+    return jax.tree.map(put, stacked, new)
 
 
 def layer_of(stacked, number: Array):
     """Layer `number` of a stacked tree."""
     take = partial(jax.lax.dynamic_index_in_dim, index=number, axis=0, keepdims=False)
-    return jax.tree.map(lambda all: take(all), stacked)
+    return jax.tree.map(take, stacked)
+
+
+def update_rows(
+    optimizer: optax.GradientTransformation,
+    gradients: dict,
+    whole: tuple,
+    part: Array,
+    parts: int,
+    how: Application,
+) -> tuple:
+    """Rows `part`, `part` + `parts`, … of a table, its ({name: table}, state) updated in place.
+    What the state has beside rows is that of the last part."""
+    (name,) = gradients
+    params, state = rows_of(whole, part, parts)
+    new = update_part(optimizer, gradients, state, params, how.of(name, part))
+
+    def put(all: Array, one: Array) -> Array:
+        if all.shape == one.shape:
+            return jnp.where(part == parts - 1, one, all)
+        return undeal(jax.lax.dynamic_update_index_in_dim(deal(all, parts), one, part, axis=1))
+
+    return jax.tree.map(put, whole, new)
+
+
+def rows_of(tree, part: Array, parts: int):
+    """Those rows of a tree's arrays; scalars as they are."""
+
+    def take(leaf: Array) -> Array:
+        if leaf.ndim == 0:
+            return leaf
+        return jax.lax.dynamic_index_in_dim(deal(leaf, parts), part, axis=1, keepdims=False)
+
+    return jax.tree.map(take, tree)
 
 
 def update_part(
@@ -222,10 +287,20 @@ def _store(old: Array | Int8, new: Array, key: Array) -> Array | Int8:
     return new.astype(old.dtype)
 
 
-def split(params: dict) -> tuple[dict, dict]:
-    """What is there once, and what is stacked over the layers."""
-    rest = {name: value for name, value in params.items() if name != "blocks"}
-    return rest, params["blocks"]
+class Parts(NamedTuple):
+    """A tree like that of the parameters in three: what is neither, the vocabulary's tables,
+    and the stacked layers."""
+
+    rest: dict
+    tables: dict
+    blocks: dict
+
+
+def split(params: dict) -> Parts:
+    """The three parts of the parameters."""
+    tables = {name: params[name] for name in _TABLES if name in params}
+    rest = {name: value for name, value in params.items() if name not in (*tables, "blocks")}
+    return Parts(rest, tables, params["blocks"])
 
 
 def global_norm(tree) -> Array:

@@ -48,3 +48,10 @@ def rematerialise(body: Callable, policy: str) -> Callable:
     # Inside a scan XLA cannot merge the recomputation with the forward pass, so
     # the barriers that prevent_cse adds would only cost.
     return jax.checkpoint(body, policy=_POLICIES[policy], prevent_cse=False)
+
+
+def group_size(num_layers: int) -> int:
+    """Layers of a group whose input alone is kept: the divisor that keeps the fewest inputs,
+    those of the groups and those of the layers of one."""
+    divisors = [d for d in range(1, num_layers + 1) if num_layers % d == 0]
+    return min(divisors, key=lambda size: num_layers // size + size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import jax
+from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from tpjax.mesh import BATCH, TENSOR
@@ -36,6 +37,24 @@ def activation_spec(letters: str) -> P:
 def residual_spec(sequence_parallel: bool) -> P:
     """How the residual stream x_BTD lies: with its sequence over the tensor axis or not."""
     return P(BATCH, TENSOR if sequence_parallel else None, None)
+
+
+def deal(x: Array, parts: int) -> Array:
+    """[n, …] → [n / parts, parts, …]: rows dealt out in turn, so that every part lies on all
+    devices as the whole does and none moves."""
+    shape, (first, *others) = (x.shape[0] // parts, parts, *x.shape[1:]), _spec(x)
+    return jax.lax.reshape(x, shape, out_sharding=P(first, None, *others))
+
+
+def undeal(x: Array) -> Array:
+    """`deal` undone."""
+    shape, (first, _, *others) = (x.shape[0] * x.shape[1], *x.shape[2:]), _spec(x)
+    return jax.lax.reshape(x, shape, out_sharding=P(first, *others))
+
+
+def _spec(x: Array) -> tuple:
+    spec = jax.typeof(x).sharding.spec
+    return (*spec, *[None] * (x.ndim - len(spec)))
 
 
 def bytes_per_device(tree) -> int:

@@ -16,9 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 from tpjax import layerwise, optim, quant
 from tpjax.config import TrainConfig
+from tpjax.layers import table_parts
 from tpjax.loss import next_token_loss
 from tpjax.precision import DTYPES
-from tpjax.sharding import activation_spec
+from tpjax.sharding import deal
 from tpjax.state import (
     Batch,
     TrainState,
@@ -67,21 +68,16 @@ def loss_and_gradients(
     if A == 1:
         return of_part(batch)
 
-    def add_part(total, part: Batch):
-        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, of_part(part)), None
+    dealt = jax.tree.map(lambda x: deal(x, A), batch)
+
+    def add_part(total, number: Array):
+        take = partial(jax.lax.dynamic_index_in_dim, index=number, axis=1, keepdims=False)
+        one = of_part(jax.tree.map(take, dealt))
+        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, one), None
 
     zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), slots)
-    parts = jax.tree.map(partial(_parts, A), batch)
-    total, _ = jax.lax.scan(add_part, (jnp.float32(0), zeros), parts)
+    total, _ = jax.lax.scan(add_part, (jnp.float32(0), zeros), jnp.arange(A))
     return total
-
-
-def _parts(A: int, x_BT: Array) -> Array:
-    """[A, B/A, T]: rows are dealt out in turn, so that every part lies on all devices as
-    the batch does and no row moves."""
-    B, T = x_BT.shape
-    spec = P(*activation_spec("B"), None, None)
-    return jnp.moveaxis(jax.lax.reshape(x_BT, (B // A, A, T), out_sharding=spec), 1, 0)
 
 
 def train_step(
@@ -124,7 +120,9 @@ def _update_whole(
     )
     optimizer = optimizer_of(config)
     with jax.named_scope("update"):
-        params, opt_state = optim.update(optimizer, gradients, state.opt_state, state.params, how)
+        params, opt_state = optim.update(
+            optimizer, gradients, state.opt_state, state.params, how, table_parts(config.model)
+        )
     return params, opt_state, loss / scale, norm
 
 
