@@ -151,6 +151,8 @@ def _contract_backward(equation: str, out_spec: P | None, stored: P, saved, g: A
     data. Asked for whole, as differentiating the einsum would, it is summed over both."""
     x, gathered = saved
     letters_x, letters_w, letters_y = equation.replace("->", ",").split(",")
+    if out_spec is not None:  # once for both
+        g = reshard(g, activation_spec(letters_y))
     dx = jnp.einsum(
         f"{letters_y},{letters_w}->{letters_x}",
         g,

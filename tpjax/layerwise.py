@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.sharding import reshard
 
 from tpjax import optim, quant, remat, tables
 from tpjax.config import TrainConfig
@@ -27,7 +28,7 @@ from tpjax.loss import loss_and_x_gradient
 from tpjax.model import Transformer
 from tpjax.optim import Application
 from tpjax.precision import DTYPES
-from tpjax.sharding import deal, undeal
+from tpjax.sharding import activation_spec, deal, undeal
 from tpjax.state import Batch, TrainState, graph, optimizer_of
 
 Block = Callable[[dict, Array], Array]  # (one layer's parameters, x_BTD) → x_BTD
@@ -224,31 +225,18 @@ class _Sweep:
         """({name: new table}, state) by name, and the sum of squares."""
         config, batch = self.config, self.batch
         model, memory, parts = config.model, config.memory, table_parts(config.model)
-        arrays = (batch.targets_BT, batch.valid_BT, lse_BT, 1 / batch.count)
+        tokens = (batch.targets_BT, batch.valid_BT, lse_BT, 1 / batch.count)
+        with jax.named_scope("loss"):  # gathered once for all parts
+            y_BTD, dx_BTD = (reshard(x, activation_spec("BTD")) for x in (y_BTD, dx_BTD))
 
         def gradient(name: str, table: dict, part: Array) -> Array:
-            total = jnp.float32(0)
+            total, V = jnp.float32(0), model.padded_vocab_size
             if name == "head" or model.tie_embeddings:
-                rows = optim.rows_of(table, part, parts)[name]
-                total += tables.head_gradient(
-                    y_BTD,
-                    quant.value(rows, y_BTD.dtype),
-                    part,
-                    parts,
-                    *arrays,
-                    vocab_size=model.vocab_size,
-                    chunks=memory.loss_chunks,
-                    sequence_parallel=memory.sequence_parallel,
-                )
+                rows_UD = quant.value(optim.rows_of(table, part, parts)[name], y_BTD.dtype)
+                static = {"vocab_size": model.vocab_size, "chunks": memory.loss_chunks}
+                total += tables.head_gradient(y_BTD, rows_UD, part, parts, *tokens, **static)
             if name == "embedding":
-                total += tables.embedding_gradient(
-                    dx_BTD,
-                    batch.tokens_BT,
-                    part,
-                    parts,
-                    model.padded_vocab_size,
-                    memory.sequence_parallel,
-                )
+                total += tables.embedding_gradient(dx_BTD, batch.tokens_BT, part, parts, V)
             return total
 
         def rows(name: str, carry: tuple, part: Array) -> tuple:

@@ -75,10 +75,11 @@ class Blocks:
 
 
 class Factors(NamedTuple):
-    """A matrix of second moments as the means of its rows and of its columns, float32."""
+    """A matrix of second moments as the means of its rows and of its columns, float32; of a
+    table (columns None) those of its rows alone."""
 
     rows: Array
-    columns: Array
+    columns: Array | None
 
 
 @dataclass(frozen=True)
@@ -88,25 +89,33 @@ class Factored:
     those updates.
 
     A matrix of more than two dimensions is cut in two where the two sides are the smallest.
+    A table has one second moment for each row (a token's), so that its rows can be updated
+    apart from each other.
     """
 
     block: Block
+    is_table: bool = False
 
     def zeros(self, param: Array) -> tuple[Any, Any]:
         zeros = jnp.zeros_like(param, jnp.float32)
         return quant.quantise(zeros, self.block), self._means(zeros)
 
     def _means(self, x: Array) -> Factors:
+        if self.is_table:
+            return Factors(x.mean(1), None)
         cut = factored_cut(x.shape)
         return Factors(x.mean(tuple(range(cut, x.ndim))), x.mean(tuple(range(cut))))
+
+    def _second(self, nu: Factors) -> Array:
+        if nu.columns is None:
+            return nu.rows[:, None]
+        rows = nu.rows / nu.rows.mean()
+        return rows.reshape(rows.shape + (1,) * nu.columns.ndim) * nu.columns
 
     def step(self, g: Array, mu: Int8, nu: Factors, rates: Rates, key: Array):
         new = self._means(jnp.square(g) + FACTORED_EPS)
         nu = jax.tree.map(lambda old, mean: rates.b2 * old + (1 - rates.b2) * mean, nu, new)
-        rows = nu.rows / nu.rows.mean()
-        rows = rows.reshape(rows.shape + (1,) * nu.columns.ndim)
-        second = rows * nu.columns / rates.bias2
-        update = g / (jnp.sqrt(second) + rates.eps)
+        update = g / (jnp.sqrt(self._second(nu) / rates.bias2) + rates.eps)
         update /= jnp.maximum(1.0, jnp.sqrt(jnp.mean(jnp.square(update))))
         first = rates.b1 * quant.dequantise(mu) + (1 - rates.b1) * update
         bits, _ = precision.noise(key, g)

@@ -117,8 +117,7 @@ def decays(params):
 
 def moment_storage(model: ModelConfig, kind: str) -> Callable[[Any, Any], Storage]:
     """How the model's parameters keep their moments: as `kind` of MemoryConfig says, but
-    vectors never in 8 bits, and the tables' second moments never factored: each of their
-    rows belongs to one token, and most are at rest."""
+    vectors never in 8 bits."""
 
     def storage(path, leaf) -> Storage:
         name = path[-1].key
@@ -128,7 +127,7 @@ def moment_storage(model: ModelConfig, kind: str) -> Callable[[Any, Any], Storag
         if not row.decays:
             return Plain(precision.DTYPES["fp32"])
         block = int8_block(model, name)
-        return Factored(block) if kind == "factored" and not row.is_table else Blocks(block)
+        return Factored(block, row.is_table) if kind == "factored" else Blocks(block)
 
     return storage
 
