@@ -37,12 +37,8 @@ TECHNIQUES = {
     "fp16 compute": {"compute": "fp16"},
     "layerwise": LAYERWISE,
     "layerwise, bf16 parameters, int8 moments": LAYERWISE | {"params": "bf16", "moments": "int8"},
-    "leanest: layerwise, nested, int8 parameters, factored moments": {
-        "update": "layerwise",
-        "remat": "nested",
-        "params": "int8",
-        "moments": "factored",
-    },
+    "layerwise, int8 parameters, factored moments": LAYERWISE
+    | {"params": "int8", "moments": "factored"},
 }
 
 

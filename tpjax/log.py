@@ -84,5 +84,5 @@ class RunLog:
         unknown = {n: None for n, v in numbers.items() if not math.isfinite(v)}  # NaN is no JSON
         self._file.write(json.dumps(line | unknown) + "\n")
         for name, value in numbers.items():
-            if name != "step":
+            if name != "step" and name not in unknown:
                 self._events.add_scalar(name, value, line["step"])
