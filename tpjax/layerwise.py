@@ -28,7 +28,7 @@ from tpjax.loss import loss_and_x_gradient
 from tpjax.model import Transformer
 from tpjax.optim import Application
 from tpjax.precision import DTYPES
-from tpjax.sharding import activation_spec, deal, undeal
+from tpjax.sharding import activation_spec, deal, fetch, undeal
 from tpjax.state import Batch, TrainState, graph, optimizer_of
 
 Block = Callable[[dict, Array], Array]  # (one layer's parameters, x_BTD) → x_BTD
@@ -112,13 +112,19 @@ class _Sweep:
             def one(i: Array, x: Array) -> Array:
                 return self.layer(optim.layer_of(self.parts.blocks, first + i), x)
 
-            return jax.lax.fori_loop(0, self.group, one, x_BTD), x_BTD
+            return jax.lax.fori_loop(0, self.group, one, x_BTD), self.keep(x_BTD)
 
         x_BTD, embed_back = jax.vjp(embed, self.slots)
         with jax.named_scope("layers"):
             firsts = jnp.arange(0, self.num_layers, self.group)
             x_BTD, kept = jax.lax.scan(group, x_BTD, firsts)
         return x_BTD, kept, embed_back
+
+    def keep(self, x_BTD: Array) -> Array:
+        """What waits for the backward pass, where it is to wait."""
+        if not self.config.memory.offloads_residuals:
+            return x_BTD
+        return jax.device_put(x_BTD, jax.memory.Space.Host)
 
     def loss(self, x_BTD: Array) -> tuple[Array, Array, Array, Array, dict]:
         """The loss, its gradient in the last block's output, the normed output, the
@@ -157,7 +163,7 @@ class _Sweep:
         def group(carry: tuple, kept: tuple) -> tuple:
             first, x_BTD = kept
             dx_BTD, stacked, squares = carry
-            inputs = self.inputs(stacked[0], first, x_BTD)
+            inputs = self.inputs(stacked[0], first, fetch(x_BTD))
             start = (first, inputs, dx_BTD, stacked, squares)
             return jax.lax.fori_loop(0, self.group, layer, start)[2:], None
 

@@ -16,7 +16,7 @@ from tpjax.config import ModelConfig, OptimConfig
 from tpjax.layers import PARAMETERS, int8_block
 from tpjax.moments import Blocks, Factored, Plain, Rates, Storage
 from tpjax.quant import Int8
-from tpjax.sharding import deal, undeal
+from tpjax.sharding import beside, deal, fetch, undeal
 
 ADAM_EPS = 1e-8
 
@@ -211,13 +211,19 @@ def update_layer(
     """Layer `number` of the stacked (parameters, state) updated in its place."""
     params, state = layer_of(stacked, number)
     new = update_part(optimizer, gradients, state, params, how.of("blocks", number))
-    put = partial(jax.lax.dynamic_update_index_in_dim, index=number, axis=0)
+
+    def put(all: Array, one: Array) -> Array:
+        return jax.lax.dynamic_update_index_in_dim(all, beside(one, all), number, axis=0)
+
     return jax.tree.map(put, stacked, new)
 
 
 def layer_of(stacked, number: Array):
-    """Layer `number` of a stacked tree."""
-    take = partial(jax.lax.dynamic_index_in_dim, index=number, axis=0, keepdims=False)
+    """Layer `number` of a stacked tree, on the device."""
+
+    def take(all: Array) -> Array:
+        return fetch(jax.lax.dynamic_index_in_dim(all, number, axis=0, keepdims=False))
+
     return jax.tree.map(take, stacked)
 
 
@@ -236,20 +242,21 @@ def update_rows(
     new = update_part(optimizer, gradients, state, params, how.of(name, part))
 
     def put(all: Array, one: Array) -> Array:
-        if all.shape == one.shape:
+        if all.ndim == 0:
             return jnp.where(part == parts - 1, one, all)
-        return undeal(jax.lax.dynamic_update_index_in_dim(deal(all, parts), one, part, axis=1))
+        one, dealt = beside(one, all), deal(all, parts)
+        return undeal(jax.lax.dynamic_update_index_in_dim(dealt, one, part, axis=1))
 
     return jax.tree.map(put, whole, new)
 
 
 def rows_of(tree, part: Array, parts: int):
-    """Those rows of a tree's arrays; scalars as they are."""
+    """Those rows of a tree's arrays, on the device; scalars as they are."""
 
     def take(leaf: Array) -> Array:
         if leaf.ndim == 0:
             return leaf
-        return jax.lax.dynamic_index_in_dim(deal(leaf, parts), part, axis=1, keepdims=False)
+        return fetch(jax.lax.dynamic_index_in_dim(deal(leaf, parts), part, axis=1, keepdims=False))
 
     return jax.tree.map(take, tree)
 

@@ -52,6 +52,18 @@ def undeal(x: Array) -> Array:
     return jax.lax.reshape(x, shape, out_sharding=P(first, *others))
 
 
+def fetch(x: Array) -> Array:
+    """`x` in the device's memory."""
+    in_host = jax.typeof(x).memory_space == jax.memory.Space.Host
+    return jax.device_put(x, jax.memory.Space.Device) if in_host else x
+
+
+def beside(x: Array, other: Array) -> Array:
+    """`x` in the memory that `other` is in, the device's or its host's."""
+    in_host = jax.typeof(other).memory_space == jax.memory.Space.Host
+    return jax.device_put(x, jax.memory.Space.Host) if in_host else x
+
+
 def _spec(x: Array) -> tuple:
     spec = jax.typeof(x).sharding.spec
     return (*spec, *[None] * (x.ndim - len(spec)))

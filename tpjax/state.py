@@ -6,6 +6,7 @@ compilation of the step for devices that are there or are not.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -96,11 +97,24 @@ def abstract_state(config: TrainConfig, mesh: Mesh) -> TrainState:
     with jax.set_mesh(mesh):
         state = jax.eval_shape(partial(_init, config), jax.ShapeDtypeStruct((), jnp.uint32))
 
-    def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def place(leaf: jax.ShapeDtypeStruct, offloads: bool = False) -> jax.ShapeDtypeStruct:
         spec = P() if leaf.sharding is None else leaf.sharding.spec  # None: a scalar
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+        sharding = NamedSharding(mesh, spec)
+        if offloads and len(leaf.shape) > 1:  # what is less is a scalar, for each layer or part
+            sharding = host_sharding(mesh, spec)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree.map(place, state)
+    moments = partial(place, offloads=config.memory.offloads_moments)
+    placed = jax.tree.map(place, state)
+    opt_state = jax.tree.map(moments, state.opt_state)
+    return dataclasses.replace(placed, opt_state=opt_state)
+
+
+def host_sharding(mesh: Mesh, spec: P) -> NamedSharding:
+    """Shards that wait in the pinned memory of each device's host."""
+    # Devices that are only compiled for know no memories; without them JAX asks nobody.
+    absent = type(mesh.devices.flat[0].client).__name__.startswith("CompileOnly")
+    return NamedSharding(mesh.abstract_mesh if absent else mesh, spec, memory_kind="pinned_host")
 
 
 def abstract_batch(config: TrainConfig, mesh: Mesh, rows: int) -> Batch:
