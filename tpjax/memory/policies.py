@@ -66,8 +66,7 @@ def policies(config: TrainConfig) -> list[Policy]:
     best = [
         one
         for one, own in zip(found, figures, strict=True)
-        if one.chosen
-        or not any(a <= own[0] and b <= own[1] and (a, b) != own for a, b in figures)
+        if one.chosen or not any(a <= own[0] and b <= own[1] and (a, b) != own for a, b in figures)
     ]
     return sorted(best, key=lambda one: -one.kept_bytes)
 
