@@ -19,11 +19,13 @@ from rich.console import Console
 from experiments import screen
 from experiments.flags import fail, parse
 from tpjax.config import ConfigError, MeshConfig, TrainConfig, require
+from tpjax.flops import model_flops
 from tpjax.gpus import GPUS
-from tpjax.memory.advice import Advice, advise
+from tpjax.memory.advice import advise
 from tpjax.memory.compiled import absent_devices
 from tpjax.memory.explain import report_run
 from tpjax.memory.picture import draw
+from tpjax.memory.policies import policies
 from tpjax.mesh import gpu_driver_present, start_devices
 from tpjax.resolve import resolve
 
@@ -78,26 +80,28 @@ def _make(plan: Plan) -> None:
         f"there is no GPU in this machine; name a kind: --gpu {'|'.join(GPUS)}.",
     )
     report = report_run(plan.run, gpu=plan.gpu or None, nodes=plan.nodes)
+    run, devices = _resolved(plan)
     console = Console()
     console.print(screen.whole(report))
+    console.print(screen.policies(policies(run), model_flops(run)))
     if report.fits is False:
         console.print("It does not fit. Compiling what would help …")
-        console.print(screen.advice(_advise(plan)))
+        console.print(screen.advice(advise(run, devices)))
     if plan.json:
         Path(plan.json).write_text(json.dumps(report.as_json(), indent=1) + "\n")
     if plan.timeline:
         draw(report, plan.timeline)
 
 
-def _advise(plan: Plan) -> list[Advice]:
-    """The changes that lower the peak most, for the devices of the plan."""
+def _resolved(plan: Plan) -> tuple[TrainConfig, list]:
+    """The run with nothing left to decide, and the devices of the plan."""
     if not plan.gpu:
         devices = start_devices(plan.run.devices)
     else:
         num_devices = (plan.run.mesh or MeshConfig()).num_devices
         devices = absent_devices(plan.gpu, num_devices, plan.nodes)
     platform = devices[0].platform
-    return advise(resolve(plan.run, num_devices=len(devices), platform=platform), devices)
+    return resolve(plan.run, num_devices=len(devices), platform=platform), devices
 
 
 def _read_two(paths: list[str]) -> tuple[dict, dict]:

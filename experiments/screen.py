@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tpjax.memory.advice import Advice
+from tpjax.memory.policies import Policy
 from tpjax.memory.records import Collective, MemoryReport, gib
 
 LEDGER_ROWS = 15
@@ -115,6 +116,17 @@ def advice(changes: Sequence[Advice]) -> RenderableType:
     table = _table("what would help most", "change", "bytes")
     for change in changes:
         table.add_row(change.flags, gib(change.peak_bytes))
+    return table
+
+
+def policies(choices: Sequence[Policy], model_flops: float) -> Table:
+    """What the choices of --remat keep and repeat, the run's own marked."""
+    table = _table("what --remat would keep of the layers", "remat", "bytes", "operations repeated")
+    for one in choices:
+        share = f"{100 * one.repeated_flops / model_flops:.1f} % of the model's"
+        table.add_row(
+            f"[bold]{one.remat}[/] ←" if one.chosen else one.remat, gib(one.kept_bytes), share
+        )
     return table
 
 

@@ -1,6 +1,8 @@
-"""Blockwise attention against softmax(q kᵀ) v with the whole matrix of scores."""
+"""Blockwise and materialised attention against softmax(q kᵀ) v with the whole matrix of scores."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 from tpjax import attention
-from tpjax.attention import blockwise_attention
+from tpjax.attention import blockwise_attention, materialised_attention
 
 
 def naive(q, k, v, window):
@@ -20,15 +22,16 @@ def naive(q, k, v, window):
     return jnp.einsum("BNQT,BTNH->BQNH", jax.nn.softmax(jnp.where(seen, scores, -1e30)), v)
 
 
+@pytest.mark.parametrize("attend", [blockwise_attention, materialised_attention])
 @pytest.mark.parametrize("window", [None, 1, 7])
 @pytest.mark.parametrize("T", [24, 30, 1])
-def test_equals_the_whole_matrix(monkeypatch, T, window):
+def test_equals_the_whole_matrix(monkeypatch, T, window, attend):
     monkeypatch.setattr(attention, "QUERY_BLOCK", 8)  # 24: three blocks; 30: five of six
     rng = np.random.default_rng(0)
     q, k, v, dy = (
         jnp.asarray(rng.standard_normal((2, T, heads, 16)), jnp.float32) for heads in (6, 2, 2, 6)
     )
-    y, pull = jax.vjp(lambda *a: blockwise_attention(*a, window), q, k, v)
+    y, pull = jax.vjp(lambda *a: attend(*a, window), q, k, v)
     exact, exact_pull = jax.vjp(lambda *a: naive(*a, window), q, k, v)
     np.testing.assert_allclose(y, exact, atol=2e-6)
     for ours, theirs in zip(pull(dy), exact_pull(dy), strict=True):
@@ -58,3 +61,14 @@ def _shapes(jaxpr) -> list[tuple[int, ...]]:
 
 def _is_jaxpr(x) -> bool:
     return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+
+
+def test_materialised_scores_are_kept_in_float32():
+    """All of a head's, for the backward pass, whatever the compute dtype."""
+    x = jax.ShapeDtypeStruct((2, 48, 4, 8), jnp.bfloat16)
+    kept = jax.eval_shape(
+        lambda *a: jax.vjp(partial(materialised_attention, window=None), *a)[1], x, x, x
+    )
+    assert any(
+        leaf.size == 2 * 4 * 48 * 48 and leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(kept)
+    )

@@ -26,7 +26,7 @@ from tpjax.sharding import activation_spec, bytes_per_device
 from tpjax.state import abstract_state
 from tpjax.step import lower_eval_step
 
-B, T, D, N, K, H, F, V, L = 8, 512, 256, 16, 4, 32, 1024, 6144, 3
+B, T, D, N, K, H, F, V, L = 8, 512, 256, 16, 4, 32, 1024, 6144, 4
 MODEL = ModelConfig(
     name="small",
     vocab_size=V,
@@ -72,7 +72,15 @@ def key(kind: str, axes: str, *shape: int):
     return kind, axes, tuple(sorted(shape))
 
 
-RECOMPUTED = {"none": (0, 0), "dots": (2, 0), "attention": (2, 1), "full": (2, 1)}
+# Gathers and scatters of the residual stream that the backward pass repeats per layer.
+RECOMPUTED = {
+    "none": (0, 0),
+    "dots": (2, 0),
+    "attention": (2, 1),
+    "attention,qkv,mlp_in": (2, 0),
+    "full": (2, 1),
+    "nested": (4, 3),
+}
 
 
 @pytest.mark.parametrize("remat", RECOMPUTED)
@@ -208,7 +216,10 @@ def test_peaks_fall_with_recomputation_and_all_state_is_reused():
     assert none > attention > full
 
 
-@pytest.mark.parametrize(("remat", "runs"), [("none", 1), ("attention", 1), ("full", 2)])
+@pytest.mark.parametrize(
+    ("remat", "runs"),
+    [("none", 1), ("attention", 1), ("attention,qkv,mlp_in", 1), ("full", 2), ("nested", 3)],
+)
 def test_kept_attention_is_not_run_again(remat, runs):
     text = compiled(run("tensor=4", remat=remat)).executable.as_text() or ""
     assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == runs

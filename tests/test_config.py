@@ -142,8 +142,17 @@ WRONG = {
     "loss_chunks=3 does not divide the 64 tokens per sequence of a device; it may be 1, 2, 4": (
         resolved(mesh=MeshConfig(tensor=4), memory=MemoryConfig(loss_chunks=3))
     ),
-    "attention=cudnn needs a GPU and compute=bf16; use --attention=xla": resolved(
+    "attention=cudnn needs a GPU and compute=bf16 or fp16; use --attention=xla": resolved(
         memory=MemoryConfig(attention="cudnn")
+    ),
+    "remat=attention,qkv: attention=materialised has no attention to keep": resolved(
+        memory=MemoryConfig(attention="materialised", remat="attention,qkv")
+    ),
+    "remat=nested cannot split the 7 layers of nano into equal groups; use --remat=full": resolved(
+        model=dataclasses.replace(preset("nano"), num_layers=7), memory=MemoryConfig(remat="nested")
+    ),
+    "offload=residuals needs a choice of what to keep, and remat=none keeps everything": resolved(
+        memory=MemoryConfig(offload="residuals", remat="none")
     ),
     "no mesh of 7 devices fits nano": resolved(devices=7),
     "warmup=100 must be below steps=50": resolved(steps=50, optim=OptimConfig(warmup=100)),
@@ -193,7 +202,7 @@ def test_flags_set_what_they_name():
     [
         ("--remta=dots", "there is no flag --remta. Did you mean --remat"),
         ("--no-tie_embeddings --lr=-1", "lr=-1.0 must be greater than 0."),
-        ("--remat=dot", "invalid choice 'dot' for argument '--remat'"),
+        ("--remat=dot", "remat='dot' is not a choice. Did you mean dots?"),
         ("--steps many", "--steps"),
         ("--batch-size", "--batch-size"),
         ("--model nanoo", "model 'nanoo' is not a preset. Did you mean nano?"),

@@ -31,7 +31,7 @@ RANKS = [
     {"flops", "memory.hlo", "memory.paths", "memory.records", "memory.live"},
     {"memory.buffers", "memory.scene"},
     {"memory.names", "memory.picture"},
-    {"memory.ledger", "memory.traffic", "memory.needs"},
+    {"memory.ledger", "memory.traffic", "memory.needs", "memory.policies"},
     {"memory.compiled"},
     {"memory.loops", "memory.advice"},
     {"memory.lint"},

@@ -77,6 +77,8 @@ RUNS = {
     "fsdp,tensor dots untied": run("fsdp=2,tensor=2", remat="dots", model=UNTIED),
     "data,fsdp full accumulated": run("data=2,fsdp=2", remat="full", accumulate=2),
     "data,tensor whole sequence": run("data=2,tensor=2", remat="dots", sequence_parallel=False),
+    "fsdp,tensor nested": run("fsdp=2,tensor=2", remat="nested"),
+    "fsdp,tensor names": run("fsdp=2,tensor=2", remat="qkv,mlp_in", offload="residuals"),
     "copied heads": run("fsdp=2,tensor=8", remat="attention"),
 }
 
@@ -115,6 +117,19 @@ def test_needs_by_hand():
         ("reduce-scatter", "fsdp", table): 2 * 2,
         ("all-reduce", "data", table // 2): 2 * 2,
     }
+
+
+def test_what_nested_repeats_by_hand():
+    """Each layer is run three times: its weights and residual streams are gathered for each and
+    for its gradients; the sum after the feed-forward half is left out the third time."""
+    found = Counter()
+    for need in needed(run("fsdp=2,tensor=2", remat="nested")):
+        found[need.op, need.axis, need.elements] += need.count
+    whole, up = B // 2 * T * D, D * F // 2
+    assert found["all-gather", "tensor", whole] == 4 * (2 + 2 + 2 + 2) + 1
+    assert found["reduce-scatter", "tensor", whole] == 4 * (2 + 2 + 1 + 2) + 1
+    assert found["all-gather", "fsdp", up] == 3 * 4 * 3
+    assert found["reduce-scatter", "fsdp", up] == 3 * 4
 
 
 def test_a_tied_table_is_gathered_once_and_has_two_gradients():

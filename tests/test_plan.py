@@ -60,6 +60,8 @@ def test_plan_prints_what_its_file_says(two_plans):
     assert report["fits"] is True
     assert "yes, the card has 79.11 GiB" in printed
     assert "FLOP on all devices" in printed
+    assert "dots ←" in printed
+    assert "% of the model's" in printed
     for kind in report["bytes_by_kind"]:
         assert kind in printed
 

@@ -50,10 +50,15 @@ class Attention(nnx.Module):
         k_BTKH = self._project(x_BTD, self.k, self.k_bias)
         v_BTKH = self._project(x_BTD, self.v, self.v_bias)
         if self.q_gain is not None and self.k_gain is not None:
+            # Kept as they go in: the backward pass of the norms needs them so.
+            q_BTNH, k_BTKH = remat.name(q_BTNH, "qkv"), remat.name(k_BTKH, "qkv")
             q_BTNH = rms_norm(q_BTNH, read(self.q_gain, jnp.float32), self.model.norm_eps)
             k_BTKH = rms_norm(k_BTKH, read(self.k_gain, jnp.float32), self.model.norm_eps)
         if rope is not None:
             q_BTNH, k_BTKH = rotate(q_BTNH, rope), rotate(k_BTKH, rope)
+        if self.q_gain is None:
+            q_BTNH, k_BTKH = remat.name(q_BTNH, "qkv"), remat.name(k_BTKH, "qkv")
+        v_BTKH = remat.name(v_BTKH, "qkv")
         y_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, self.memory.attention, self.model.sliding_window)
         out_spec = residual_spec(self.memory.sequence_parallel)
         with jax.named_scope("o"):
@@ -92,12 +97,15 @@ def attend(
     """Causal softmax(q kᵀ / √H) v, on each device's own heads; returns y_BTNH.
 
     `window` lets a position see itself and the `window - 1` before it.
-    Never holds B×N×T×T: cuDNN's flash attention, or blocks of query rows.
+    Never holds B×N×T×T: cuDNN's flash attention, or blocks of query rows; but for
+    `materialised`, which is there to compare with.
     """
     spec = activation_spec("BTNH")
 
     @partial(jax.shard_map, in_specs=(spec, spec, spec), out_specs=spec)
     def local(q: Array, k: Array, v: Array) -> Array:
+        if implementation == "materialised":
+            return materialised_attention(q, k, v, window)
         if implementation == "cudnn":
             left = None if window is None else (window - 1, 0)
             return jax.nn.dot_product_attention(
@@ -106,6 +114,17 @@ def attend(
         return blockwise_attention(q, k, v, window)
 
     return local(q_BTNH, k_BTKH, v_BTKH)
+
+
+def materialised_attention(
+    q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, window: int | None
+) -> Array:
+    """`attend` on one device's heads with all scores at once, [B, N, T, T] in float32, and
+    differentiated as it is written: what an implementation has that thinks of no memory."""
+    q_BTKGH = _grouped(q_BTNH, k_BTKH.shape[2])
+    p_BKGQT = jax.nn.softmax(_block_scores(q_BTKGH, k_BTKH, 0, window), axis=-1)
+    y_BTKGH = jnp.einsum("BKGQT,BTKH->BQKGH", p_BKGQT.astype(v_BTKH.dtype), v_BTKH)
+    return y_BTKGH.reshape(q_BTNH.shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -166,12 +185,12 @@ def _forward(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, window: int | None):
     firsts = jnp.arange(blocks) * (q_BTNH.shape[1] // blocks)
     _, (y_blocks, lse_blocks) = jax.lax.scan(one, None, (firsts, q_blocks))
     y_BTNH = _unblocks(y_blocks).reshape(q_BTNH.shape)
-    return y_BTNH, remat.name(lse_blocks, "attention_lse")
+    return y_BTNH, remat.name(lse_blocks, "attention")
 
 
 def _forward_rule(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, window: int | None):
     y_BTNH, lse_blocks = _forward(q_BTNH, k_BTKH, v_BTKH, window)
-    y_BTNH = remat.name(y_BTNH, "attention_out")
+    y_BTNH = remat.name(y_BTNH, "attention")
     return y_BTNH, (q_BTNH, k_BTKH, v_BTKH, y_BTNH, lse_blocks)
 
 

@@ -7,42 +7,46 @@ H head width, F feed-forward width, V vocabulary, L layers.
 from __future__ import annotations
 
 from tpjax.config import TrainConfig
+from tpjax.remat import repeated
 
 
 def model_flops(config: TrainConfig) -> float:
     """Of the forward and the backward pass, nothing computed twice: what utilisation is
     measured by (arXiv:2204.02311, appendix B). A causal half of the attention's scores."""
-    return 3 * _forward(config)
+    head = 2 * _tokens(config) * config.model.embed_dim * config.model.vocab_size
+    return 3 * (sum(_parts(config).values()) + head)
+
+
+def repeated_flops(config: TrainConfig) -> float:
+    """Of what the remat policy has the backward pass compute again, on all devices."""
+    times = repeated(config.memory)
+    return sum(times[part] * flops for part, flops in _parts(config).items())
 
 
 def step_flops(config: TrainConfig) -> float:
     """Of all that a step computes on all devices, with what its remat policy repeats."""
-    repeated = {"none": 0.0, "dots": _attention(config)}
-    everything = _layers(config) + _attention(config)
-    repeated |= {"attention": _layers(config), "full": everything}
-    return model_flops(config) + repeated[config.memory.remat]
-
-
-def _forward(config: TrainConfig) -> float:
-    D, V = config.model.embed_dim, config.model.vocab_size
-    return _layers(config) + _attention(config) + 2 * _tokens(config) * D * V
+    return model_flops(config) + repeated_flops(config)
 
 
 def _tokens(config: TrainConfig) -> float:
     return float(config.data.batch_size * config.data.seq_len)
 
 
-def _layers(config: TrainConfig) -> float:
-    """Of all projections, forward: two operations per token and weight."""
+def _parts(config: TrainConfig) -> dict[str, float]:
+    """Of the parts of all layers (as `remat.repeated` names them), forward: two operations per
+    token and weight, and the attention's scores and their products with the values."""
     D, N, K, H, F, L = (config.model.sizes[letter] for letter in "DNKHFL")
-    gated = 3 if config.model.mlp == "swiglu" else 2
-    return 2 * _tokens(config) * L * (2 * D * H * (N + K) + gated * D * F)
+    per_weight = 2 * _tokens(config) * L
+    return {
+        "qkv": per_weight * D * H * (N + 2 * K),
+        "attention": 2 * per_weight * N * H * _seen(config),
+        "o": per_weight * D * H * N,
+        "up": per_weight * D * F * (2 if config.model.mlp == "swiglu" else 1),
+        "down": per_weight * D * F,
+    }
 
 
-def _attention(config: TrainConfig) -> float:
-    """Of scores and their products with the values, forward, each query seeing half of T
-    or its window."""
-    N, H, L = (config.model.sizes[letter] for letter in "NHL")
+def _seen(config: TrainConfig) -> float:
+    """Keys that a query sees, on average: half of T, or of its window what is there."""
     T, window = config.data.seq_len, config.model.sliding_window
-    seen = T / 2 if window is None or window >= T else window * (1 - window / (2 * T))
-    return 4 * _tokens(config) * L * N * H * seen
+    return T / 2 if window is None or window >= T else window * (1 - window / (2 * T))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from tpjax.config import ConfigError, MeshConfig, ModelConfig
 
@@ -31,10 +31,18 @@ def make_mesh(config: MeshConfig, model: ModelConfig, devices: Sequence) -> Mesh
     """
     if len(devices) != config.num_devices:
         raise ConfigError(f"mesh {config} needs {config.num_devices} devices, got {len(devices)}.")
-    kv_copy = max(1, config.tensor // model.num_kv_heads)
-    shape = (config.data, config.fsdp, config.tensor // kv_copy, kv_copy)
-    grid = np.asarray(devices, dtype=object).reshape(shape)
+    grid = np.asarray(devices, dtype=object).reshape(_shape(config, model))
     return Mesh(grid, BATCH + TENSOR, axis_types=(AxisType.Explicit,) * 4)
+
+
+def abstract_mesh(config: MeshConfig, model: ModelConfig) -> AbstractMesh:
+    """As `make_mesh`, of no devices: to trace under."""
+    return AbstractMesh(_shape(config, model), BATCH + TENSOR, (AxisType.Explicit,) * 4)
+
+
+def _shape(config: MeshConfig, model: ModelConfig) -> tuple[int, int, int, int]:
+    kv_copy = max(1, config.tensor // model.num_kv_heads)
+    return config.data, config.fsdp, config.tensor // kv_copy, kv_copy
 
 
 def gpu_driver_present() -> bool:

@@ -32,6 +32,7 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD: Array, rope: tuple[Array, Array] | None) -> Array:
         x_BTD += self.attention(self.attention_norm(x_BTD), rope)
+        x_BTD = remat.name(x_BTD, "mlp_in")
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
 
@@ -64,11 +65,11 @@ class Transformer(nnx.Module):
             rope = rope_tables(self.model.rope, self.model.head_dim, tokens_BT.shape[1])
         block, stacked = nnx.split(self.blocks)
 
-        def body(x_BTD: Array, layer: dict):
-            return nnx.merge(block, layer)(x_BTD, rope), None
+        def layer(x_BTD: Array, weights: dict, rope: tuple[Array, Array] | None) -> Array:
+            return nnx.merge(block, weights)(x_BTD, rope)
 
         with jax.named_scope("layers"):
-            x_BTD, _ = jax.lax.scan(remat.rematerialise(body, self.memory.remat), x_BTD, stacked)
+            x_BTD = remat.scan(layer, x_BTD, stacked, rope, self.memory)
         return self.norm(x_BTD)
 
     @jax.named_scope("embedding")

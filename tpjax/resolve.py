@@ -28,6 +28,7 @@ def resolve(config: TrainConfig, *, num_devices: int, platform: str) -> TrainCon
     config = dataclasses.replace(config, model=model)
     mesh = config.mesh or _default_mesh(config, num_devices)
     _check_mesh(config, mesh, num_devices)
+    _check_remat(config)
     if optim.warmup is None:
         optim = dataclasses.replace(optim, warmup=config.steps // 10)
     elif optim.warmup >= config.steps:
@@ -53,19 +54,44 @@ def resolve(config: TrainConfig, *, num_devices: int, platform: str) -> TrainCon
     )
 
 
-def _attention(config: TrainConfig, compute: str, platform: str) -> Literal["cudnn", "xla"]:
+def _attention(
+    config: TrainConfig, compute: str, platform: str
+) -> Literal["cudnn", "xla", "materialised"]:
     """cuDNN's attention where it takes the shapes, which it is strict about."""
+    memory = config.memory
+    if memory.attention == "materialised":
+        require(
+            "attention" not in memory.kept,
+            f"remat={memory.remat}: attention=materialised has no attention to keep, since its "
+            "backward pass needs all scores; use --remat=none, dots or full.",
+        )
+        return "materialised"
     H, T = config.model.head_dim, config.data.seq_len
     obstacles = {
         "a GPU": platform == "gpu",
-        "compute=bf16": compute == "bf16",
+        "compute=bf16 or fp16": compute in ("bf16", "fp16"),
         f"a head width of at most 128 and a multiple of 8, not {H}": H <= 128 and H % 8 == 0,
         f"an even seq_len, not {T}": T % 2 == 0,
     }
     missing = [need for need, met in obstacles.items() if not met]
-    if config.memory.attention == "cudnn" and missing:
+    if memory.attention == "cudnn" and missing:
         raise ConfigError(f"attention=cudnn needs {' and '.join(missing)}; use --attention=xla.")
-    return "xla" if missing or config.memory.attention == "xla" else "cudnn"
+    return "xla" if missing or memory.attention == "xla" else "cudnn"
+
+
+def _check_remat(config: TrainConfig) -> None:
+    """Policies that would do nothing."""
+    memory, L = config.memory, config.model.num_layers
+    require(
+        memory.remat != "nested" or len(_divisors(L)) > 2,
+        f"remat=nested cannot split the {L} layers of {config.model.name} into equal groups; use "
+        "--remat=full.",
+    )
+    require(
+        memory.remat != "none" or not memory.offloads_residuals,
+        f"offload={memory.offload} needs a choice of what to keep, and remat=none keeps "
+        "everything; use --remat=dots or one that keeps less.",
+    )
 
 
 def _splits_sequence(config: TrainConfig) -> bool:

@@ -53,9 +53,15 @@ def _changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
     def with_memory(**changes) -> TrainConfig:
         return dataclasses.replace(config, memory=dataclasses.replace(memory, **changes))
 
-    leaner = {"none": ("attention", "full"), "dots": ("attention", "full"), "attention": ("full",)}
-    for remat in leaner.get(memory.remat, ()):
-        yield f"--remat={remat}", with_memory(remat=remat)
+    if memory.remat in ("none", "dots"):
+        yield "--remat=attention", with_memory(remat="attention")
+    if memory.remat != "nested":
+        yield "--remat=nested", with_memory(remat="nested")
+        if memory.remat != "full":
+            yield "--remat=full", with_memory(remat="full")
+    if not memory.offloads_residuals:
+        offload = "residuals,moments" if memory.offloads_moments else "residuals"
+        yield f"--offload={offload}", with_memory(offload=offload)
     if memory.params == "fp32":
         yield "--params=bf16 --moments=bf16", with_memory(params="bf16", moments="bf16")
     if memory.moments == "fp32":

@@ -20,9 +20,8 @@ from tpjax.config import TrainConfig
 from tpjax.layers import PARAMETERS
 from tpjax.memory.records import Collective, Finding, gib
 from tpjax.mesh import TENSOR
+from tpjax.remat import repeated
 
-# Gathers and scatters of the residual stream that each policy repeats per layer going back.
-_REPEATED = {"none": (0, 0), "dots": (2, 0), "attention": (2, 1), "full": (2, 1)}
 SMALL_SHARE = 0.01  # of the residual stream: what is summed of less is not worth a finding
 
 
@@ -69,7 +68,8 @@ def _activations(config: TrainConfig) -> Iterator[Need]:
     assert mesh is not None
     if mesh.tensor == 1:
         return
-    gathers, scatters = _REPEATED[memory.remat]
+    again = repeated(memory)
+    gathers, scatters = 2 * again["gather"], again["o"] + again["down"]
     axis, whole, L = _tensor_axis(config), _residual_elements(config), config.model.num_layers
     chunks = memory.loss_chunks
     if memory.sequence_parallel:
@@ -101,7 +101,7 @@ def _weights(config: TrainConfig) -> Iterator[Need]:
     """Each layer's weights, and their gradients."""
     mesh, A, L = config.mesh, config.data.accumulate, config.model.num_layers
     assert mesh is not None
-    passes = 1 if config.memory.remat == "none" else 2
+    passes = 1 + repeated(config.memory)["gather"]
     for name in _matrices(config):
         gathered, stored = (_elements(config, name, a) for a in (("tensor",), ("tensor", "fsdp")))
         if mesh.fsdp > 1:
