@@ -127,14 +127,21 @@ def _groups_backward(layer: Callable, offload: bool, saved: tuple, dout_BTD: Arr
     """The last group first: run again for the inputs of its layers, and then its layers, the
     last first, each run again and differentiated."""
     kept, stacked, rope = saved
-
-    def again(x_BTD: Array, weights: Any) -> Array:
-        return layer(x_BTD, weights, rope)
+    leaves, structure = jax.tree.flatten(stacked)
+    has_gradient = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
 
     def one(carry: tuple, saved: tuple) -> tuple[tuple, None]:
         (dx_BTD, gradients), (i, x_BTD) = carry, saved
+        weights = _layer_of(leaves, i)
+
+        def again(x_BTD: Array, new: list[Array]) -> Array:
+            given = iter(new)
+            pairs = zip(weights, has_gradient, strict=True)
+            both = [next(given) if moves else old for old, moves in pairs]
+            return layer(x_BTD, structure.unflatten(both), rope)
+
         body = jax.checkpoint(again, prevent_cse=False)
-        dx_BTD, gradient = jax.vjp(body, x_BTD, _layer_of(stacked, i))[1](dx_BTD)
+        dx_BTD, gradient = jax.vjp(body, x_BTD, _chosen(weights, has_gradient))[1](dx_BTD)
         gradients = jax.tree.map(
             lambda whole, new: jax.lax.dynamic_update_index_in_dim(whole, new, i, 0),
             gradients,
@@ -150,9 +157,15 @@ def _groups_backward(layer: Callable, offload: bool, saved: tuple, dout_BTD: Arr
             inputs = _run(layer, x_BTD, stacked, rope, layers)[1]
         return jax.lax.scan(one, carry, (layers, inputs), reverse=True)[0], None
 
-    carry = (dout_BTD, jax.tree.map(jnp.zeros_like, stacked))
+    carry = (dout_BTD, [jnp.zeros_like(leaf) for leaf in _chosen(leaves, has_gradient)])
     (dx_BTD, gradients), _ = jax.lax.scan(group, carry, (_groups(stacked), kept), reverse=True)
-    return dx_BTD, gradients, None
+    given = iter(gradients)
+    both = [next(given) if moves else None for moves in has_gradient]  # integers have none
+    return dx_BTD, structure.unflatten(both), None
+
+
+def _chosen(leaves: list[Array], mask: list[bool]) -> list[Array]:
+    return [leaf for leaf, chosen in zip(leaves, mask, strict=True) if chosen]
 
 
 _in_groups.defvjp(_groups_forward, _groups_backward)
