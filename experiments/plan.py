@@ -26,6 +26,7 @@ from tpjax.memory.compiled import absent_devices
 from tpjax.memory.explain import report_run
 from tpjax.memory.picture import draw
 from tpjax.memory.policies import policies
+from tpjax.memory.timing import roofline
 from tpjax.mesh import gpu_driver_present, start_devices
 from tpjax.resolve import resolve
 
@@ -83,6 +84,7 @@ def _make(plan: Plan) -> None:
     run, devices = _resolved(plan)
     console = Console()
     console.print(screen.whole(report))
+    console.print(screen.roofline(roofline(run, report, plan.nodes)))
     console.print(screen.policies(policies(run), model_flops(run)))
     if report.fits is False:
         console.print("It does not fit. Compiling what would help …")

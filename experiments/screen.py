@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -14,6 +15,7 @@ from rich.text import Text
 from tpjax.memory.advice import Advice
 from tpjax.memory.policies import Policy
 from tpjax.memory.records import Collective, MemoryReport, gib
+from tpjax.memory.timing import Roofline
 
 LEDGER_ROWS = 15
 DIFF_ROWS = 20
@@ -127,6 +129,20 @@ def policies(choices: Sequence[Policy], model_flops: float) -> Table:
         table.add_row(
             f"[bold]{one.remat}[/] ←" if one.chosen else one.remat, gib(one.kept_bytes), share
         )
+    return table
+
+
+def roofline(found: Roofline | None) -> RenderableType:
+    """Seconds that a step keeps each resource busy, the busiest marked."""
+    if found is None:
+        return Text(
+            "how long a step takes: not estimated, because the device's rates are not known"
+        )
+    table = _table("how long a step takes at least (roofline estimate)", "resource", "seconds")
+    for name, seconds in dataclasses.asdict(found).items():
+        if seconds:
+            busiest = seconds == found.seconds
+            table.add_row(f"[bold]{name}[/] ←" if busiest else name, f"{seconds:.3f}")
     return table
 
 

@@ -6,7 +6,8 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.flags import fail, parse_run
-from tpjax.config import ConfigError
+from tpjax.config import ConfigError, TrainConfig
+from tpjax.layerwise import clip_per_part
 from tpjax.loop import Diverged, OutOfMemory, Result, train
 from tpjax.memory.records import gib
 
@@ -33,6 +34,8 @@ def summary(result: Result) -> Table:
         "moments": f"{gib(memory.moments_bytes)} per device ({config.memory.moments})",
         "compiled peak": f"{gib(memory.compiled_peak_bytes)} per device "
         f"(remat {config.memory.remat})",
+        "offloaded": _offloaded(result),
+        "clipping": _clipping(config),
         "live peak": f"not available, because {memory.live_peak_reason}"
         if memory.live_peak_bytes is None
         else f"{gib(memory.live_peak_bytes)} per device",
@@ -55,6 +58,28 @@ def summary(result: Result) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _offloaded(result: Result) -> str:
+    """What waits in the host's memory, and a warning where nothing does though asked for."""
+    if result.config.memory.offload == "none":
+        return "nothing"
+    if result.memory.offloaded_bytes:
+        return f"{gib(result.memory.offloaded_bytes)} per device ({result.config.memory.offload})"
+    where = " on simulated devices, which have no memory of their own" * (result.platform == "cpu")
+    return f"[yellow]warning: --offload={result.config.memory.offload} moved nothing{where}[/]"
+
+
+def _clipping(config: TrainConfig) -> str:
+    """To which norm the gradient is clipped, and in how many parts."""
+    if not config.optim.clip:
+        return "none"
+    if config.memory.update == "whole":
+        return f"the gradient's norm, {config.optim.clip:g}"
+    return (
+        f"by --update=layerwise: the norm of each part (layer, part of a table), "
+        f"{clip_per_part(config):.3g}; of all together at most {config.optim.clip:g}"
+    )
 
 
 if __name__ == "__main__":

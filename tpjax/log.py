@@ -48,11 +48,13 @@ class RunLog:
     def prediction(self, memory: RunMemory) -> None:
         """What the compiler says of the run's memory, before it starts."""
         there = "" if memory.capacity_bytes is None else f" of {gib(memory.capacity_bytes)}"
-        rest = memory.compiled_peak_bytes - memory.parameters_bytes - memory.moments_bytes
+        host = memory.offloaded_bytes
+        rest = memory.compiled_peak_bytes + host - memory.parameters_bytes - memory.moments_bytes
         self._progress.console.print(
             f"memory per device: {gib(memory.compiled_peak_bytes)}{there} at the peak = "
             f"parameters {gib(memory.parameters_bytes)} + moments {gib(memory.moments_bytes)} "
-            f"+ the step's own {gib(rest)}",
+            f"+ the step's own {gib(rest)}"
+            + (f"; {gib(host)} of them in the host's memory" if host else ""),
             highlight=False,
         )
 

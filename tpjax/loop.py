@@ -21,7 +21,7 @@ from tpjax.data import EvalBatches, Tokenizer, TrainBatches, load_corpus, load_t
 from tpjax.generate import sample
 from tpjax.log import RunLog
 from tpjax.memory.advice import advise, explain_peak
-from tpjax.memory.compiled import compile_lowered, peak_bytes
+from tpjax.memory.compiled import compile_lowered, host_bytes, peak_bytes
 from tpjax.memory.live import LiveMemory, RunMemory, capacity, live_memory
 from tpjax.memory.records import gib
 from tpjax.mesh import make_mesh, start_devices
@@ -175,17 +175,34 @@ def _all_steps(run: _Run, state: TrainState, log: RunLog) -> tuple[TrainState, f
         while len(pending) > (0 if evaluates else run.steps_ahead):
             logged, values = pending.popleft()
             train_loss = log.step(logged, values, live_memory(run.devices))
-            if not math.isfinite(train_loss):
-                raise Diverged(
-                    f"the loss of step {logged} is {train_loss}; lower --lr or clip the gradient "
-                    f"(--clip {config.optim.clip}). The run up to there is in {run.out}."
-                )
+            _check_finite(run, logged, values)
         if evaluates:
             begun = time.perf_counter()
             eval_loss = run.evaluate(state.params)
             log.evaluation(step, eval_loss)
             eval_seconds += time.perf_counter() - begun
     return state, train_loss, eval_loss, time.perf_counter() - start - eval_seconds
+
+
+def _check_finite(run: _Run, step: int, metrics: dict) -> None:
+    """Ends a run whose loss or gradient is no number, unless float16 has merely overflowed:
+    then the step was left out, and the next one's loss is scaled by half as much."""
+    optim, loss, norm = run.config.optim, float(metrics["loss"]), float(metrics["grad_norm"])
+    if math.isfinite(loss) and math.isfinite(norm):
+        return
+    if float(metrics.get("loss_scale", 1)) > 1:
+        return
+    what = "the gradient" if math.isfinite(loss) else "the loss"
+    left_out = "parameters are as before it"
+    if run.config.memory.update == "layerwise" and math.isfinite(loss):
+        left_out = (
+            "with --update=layerwise that is found when other layers are updated already, so that "
+            "the parameters are spoilt (--update=whole leaves such a step out)"
+        )
+    raise Diverged(
+        f"{what} of step {step} is not finite; {left_out}. Lower --lr or clip the gradient (--clip "
+        f"{optim.clip}). The run up to there is in {run.out}."
+    )
 
 
 def _prepare(config: TrainConfig) -> _Run:
@@ -236,11 +253,15 @@ def _predicted(run: _Run) -> RunMemory:
     """The peak is that of a training step, or of an evaluation beside the moments."""
     state = abstract_state(run.config, run.mesh)
     moments_bytes = bytes_per_device(state.opt_state)
+    sizes = run.step.memory_analysis()
+    assert sizes is not None  # XLA reports them of every program
+    moments_there = moments_bytes - sizes.host_argument_size_in_bytes
     capacity_bytes, reason = capacity(run.devices)
     return RunMemory(
         parameters_bytes=bytes_per_device(state.params),
         moments_bytes=moments_bytes,
-        compiled_peak_bytes=max(peak_bytes(run.step), peak_bytes(run.eval_step) + moments_bytes),
+        compiled_peak_bytes=max(peak_bytes(run.step), peak_bytes(run.eval_step) + moments_there),
+        offloaded_bytes=host_bytes(run.step),
         capacity_bytes=capacity_bytes,
         capacity_reason=reason,
         live_peak_bytes=None,

@@ -9,6 +9,7 @@ import dataclasses
 from typing import Literal
 
 from tpjax.config import ConfigError, MeshConfig, ModelConfig, TrainConfig, require
+from tpjax.quant import choose_block
 
 MAX_LOGITS_CHUNK_BYTES = 64 * 1024**2  # of one chunk's float32 logits, per device
 
@@ -29,6 +30,7 @@ def resolve(config: TrainConfig, *, num_devices: int, platform: str) -> TrainCon
     mesh = config.mesh or _default_mesh(config, num_devices)
     _check_mesh(config, mesh, num_devices)
     _check_remat(config)
+    _check_blocks(config, mesh)
     if optim.warmup is None:
         optim = dataclasses.replace(optim, warmup=config.steps // 10)
     elif optim.warmup >= config.steps:
@@ -48,6 +50,7 @@ def resolve(config: TrainConfig, *, num_devices: int, platform: str) -> TrainCon
     )
     split = _split(config, mesh)
     memory = dataclasses.replace(memory, split=split)
+    _check_update(config, compute)
     config = dataclasses.replace(config, mesh=mesh, memory=memory, optim=optim, devices=num_devices)
     return dataclasses.replace(
         config, memory=dataclasses.replace(memory, loss_chunks=_loss_chunks(config, mesh))
@@ -91,6 +94,45 @@ def _check_remat(config: TrainConfig) -> None:
         memory.remat != "none" or not memory.offloads_residuals,
         f"offload={memory.offload} needs a choice of what to keep, and remat=none keeps "
         "everything; use --remat=dots or one that keeps less.",
+    )
+
+
+def _check_update(config: TrainConfig, compute: str) -> None:
+    """What the layer-by-layer update cannot do."""
+    memory, data = config.memory, config.data
+    if memory.update == "whole":
+        require(
+            memory.split == "auto" or memory.split == 1,
+            f"split={memory.split} is for --update=layerwise; --accumulate splits the batch of a "
+            "whole update.",
+        )
+        return
+    require(
+        memory.remat in ("full", "nested"),
+        f"remat={memory.remat} does not go with update=layerwise, which runs each layer again "
+        "going back; use --remat=full or --remat=nested.",
+    )
+    require(
+        compute != "fp16",
+        "compute=fp16 does not go with update=layerwise: a gradient that overflows is found when "
+        "other layers are updated already; use --compute=bf16 or --update=whole.",
+    )
+    require(
+        data.accumulate == 1,
+        f"accumulate={data.accumulate} does not go with update=layerwise, which uses each gradient "
+        "at once; use --split, which lowers the memory of a layer's work as well.",
+    )
+
+
+def _check_blocks(config: TrainConfig, mesh: MeshConfig) -> None:
+    """Blocks of 8-bit arrays along D stay whole on the mesh."""
+    D, memory = config.model.embed_dim, config.memory
+    blocks = D // choose_block([D]).size
+    require(
+        ("int8" not in (memory.params, memory.moments) and memory.moments != "factored")
+        or blocks % mesh.fsdp == 0,
+        f"fsdp={mesh.fsdp} would cut the 8-bit blocks of the model width {D}; with int8 or "
+        f"factored state fsdp may be {', '.join(map(str, _divisors(blocks)))}.",
     )
 
 

@@ -9,6 +9,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
@@ -96,7 +97,7 @@ def train_step(
     metrics = {
         "loss": loss,
         "grad_norm": norm,
-        "lr": optim.schedule(config.optim, config.steps)(state.step),
+        "lr": _learning_rate(config, state),
         "tokens": batch.valid_BT.sum(),
     }
     loss_scale = state.loss_scale
@@ -104,6 +105,12 @@ def train_step(
         metrics["loss_scale"] = loss_scale.scale
         loss_scale = loss_scale.after(jnp.isfinite(loss) & jnp.isfinite(norm))
     return TrainState(state.step + 1, state.seed, params, opt_state, loss_scale), metrics
+
+
+def _learning_rate(config: TrainConfig, state: TrainState) -> Array:
+    """By the optimiser's own count of steps, which leaves out those that changed nothing."""
+    count = optax.tree_utils.tree_get(state.opt_state["rest"], "count", state.step)
+    return optim.schedule(config.optim, config.steps)(count)
 
 
 def _update_whole(

@@ -147,15 +147,8 @@ class Compilation:
 
     @property
     def host_bytes(self) -> int:
-        """Pinned host memory that one device's part of the program needs."""
-        sizes = self.executable.memory_analysis()
-        assert sizes is not None, "XLA reports the sizes of every program it compiles"
-        return (
-            sizes.host_argument_size_in_bytes
-            + sizes.host_output_size_in_bytes
-            - sizes.host_alias_size_in_bytes
-            + sizes.host_temp_size_in_bytes
-        )
+        """As `host_bytes`."""
+        return host_bytes(self.executable)
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -244,4 +237,16 @@ def peak_bytes(compiled: jax.stages.Compiled) -> int:
         + sizes.output_size_in_bytes
         - sizes.alias_size_in_bytes
         + sizes.temp_size_in_bytes
+    )
+
+
+def host_bytes(compiled: jax.stages.Compiled) -> int:
+    """Pinned host memory that one device's part of the program needs."""
+    sizes = compiled.memory_analysis()
+    assert sizes is not None, "XLA reports the sizes of every program it compiles"
+    return (
+        sizes.host_argument_size_in_bytes
+        + sizes.host_output_size_in_bytes
+        - sizes.host_alias_size_in_bytes
+        + sizes.host_temp_size_in_bytes
     )

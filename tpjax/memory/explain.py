@@ -149,7 +149,8 @@ def report_run(config: TrainConfig, *, gpu: str | None = None, nodes: int = 1) -
         compilation,
         title=f"{config.model.name}, {config.data.batch_size} × {config.data.seq_len} tokens, "
         f"{config.mesh} × {gpu or jax.devices()[0].device_kind}, remat {config.memory.remat}, "
-        f"parameters {config.memory.params}, moments {config.memory.moments}",
+        f"parameters {config.memory.params}, moments {config.memory.moments}, "
+        f"update {config.memory.update}, offload {config.memory.offload}",
         findings=[*general, *audit(config, compilation.collectives)],
         flops=step_flops(config),
     )

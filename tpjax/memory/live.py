@@ -112,6 +112,7 @@ class RunMemory:
     Attributes:
         parameters_bytes, moments_bytes: its shards of the train state.
         compiled_peak_bytes: at the peak of the compiled step: state, batch, temporaries.
+        offloaded_bytes: in the host's pinned memory, of what the step would hold else.
         capacity_bytes: what the device's pool (or, for simulated devices, each one's share
             of the machine's memory) can hold; None where nobody says, with the reason.
         live_peak_bytes: what its allocator counted while running; None with the reason.
@@ -121,6 +122,7 @@ class RunMemory:
     parameters_bytes: int
     moments_bytes: int
     compiled_peak_bytes: int
+    offloaded_bytes: int
     capacity_bytes: int | None
     capacity_reason: str | None
     live_peak_bytes: int | None
