@@ -21,6 +21,8 @@ T = TypeVar("T")
 _THREE_WAY = {
     "--tie-embeddings": ["--tie-embeddings", "True"],
     "--no-tie-embeddings": ["--tie-embeddings", "False"],
+    "--preallocate": ["--preallocate", "True"],
+    "--no-preallocate": ["--preallocate", "False"],
 }
 
 

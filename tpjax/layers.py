@@ -75,7 +75,8 @@ def make_weight(model: ModelConfig, memory: MemoryConfig, rngs: nnx.Rngs, name: 
     """
     row = PARAMETERS[name]
     shape = tuple(model.sizes[letter] for letter in row.letters)
-    spec, dtype = weight_spec(row.letters), DTYPES[memory.params]
+    spec = weight_spec(row.letters, replicated_V=memory.embedding == "replicated")
+    dtype = DTYPES[memory.params]
     if row.init in ("ones", "zeros"):
         value = jnp.full(shape, row.init == "ones", dtype, out_sharding=spec)
     else:
@@ -86,7 +87,8 @@ def make_weight(model: ModelConfig, memory: MemoryConfig, rngs: nnx.Rngs, name: 
 
 
 def read(weight: nnx.Param, dtype, *, gathered: bool = True) -> Array:
-    """A weight as the mathematics uses it: in the compute dtype, then gathered over fsdp.
+    """A weight as the mathematics uses it: in the compute dtype, then gathered over fsdp; of
+    a table that lies whole on the tensor axis each device's rows, the gradient put together.
 
     Every weight is read here, so that what travels is the smaller dtype and
     storage can change without a second model.
