@@ -98,7 +98,7 @@ def _make(plan: Plan) -> None:
 def _resolved(plan: Plan) -> tuple[TrainConfig, list]:
     """The run with nothing left to decide, and the devices of the plan."""
     if not plan.gpu:
-        devices = start_devices(plan.run.devices)
+        devices = start_devices(plan.run.devices, plan.run.pool)
     else:
         num_devices = (plan.run.mesh or MeshConfig()).num_devices
         devices = absent_devices(plan.gpu, num_devices, plan.nodes)

@@ -58,11 +58,10 @@ def _verdict(report: MemoryReport) -> Table:
     else:
         assert report.capacity_bytes is not None
         verdict = "[green]yes[/]" if report.fits else "[red]no[/]"
-        table.add_row("fits", f"{verdict}, the card has {gib(report.capacity_bytes)}")
+        why = f": {report.obstacle}" if report.obstacle else ""
+        table.add_row("fits", f"{verdict}, the card has {gib(report.capacity_bytes)}{why}")
         if share := report.pool_fraction:
-            table.add_row(
-                "more than JAX's default pool", f"set XLA_PYTHON_CLIENT_MEM_FRACTION={share:.2f}"
-            )
+            table.add_row("more than JAX's default pool", f"set --pool-fraction={share:g}")
     if report.wire_bytes:
         table.add_row("sent per device and step", gib(report.wire_bytes))
     if report.flops is not None:

@@ -45,6 +45,8 @@ def summary(result: Result) -> Table:
         "text": f"{' '.join(config.data.corpus)}, tokenizer {config.data.tokenizer}",
         "compilation": f"{result.compile_seconds:.1f} s",
     }
+    if memory.pool is not None:
+        rows["pool"] = memory.pool
     if result.out is not None:
         rows |= {
             "speed": f"{result.tokens_per_s:,.0f} tokens/s",

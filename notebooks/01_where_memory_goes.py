@@ -41,8 +41,9 @@ import matplotlib.pyplot as plt
 from IPython.display import Image, Markdown, display
 
 import tpjax
-from tpjax.memory.records import DEFAULT_POOL_FRACTION, KINDS, gib
+from tpjax.memory.records import KINDS, gib
 from tpjax.memory.scene import COLOURS
+from tpjax.pool import DEFAULT_POOL_FRACTION
 
 begin = time.perf_counter()
 # First of all: without a driver, JAX is to start on the CPU.

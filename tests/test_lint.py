@@ -13,11 +13,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import PartitionSpec as P
-from jax.sharding import reshard
 from programs import (
     BF16,
     F32,
@@ -42,7 +40,6 @@ from programs import (
 )
 from test_needs import RUNS, compiled, run, with_up_gathered
 
-from tpjax import model
 from tpjax.memory import report
 from tpjax.memory.compiled import absent_mesh
 from tpjax.memory.explain import report_run
@@ -306,15 +303,9 @@ def test_findings_of_our_step(name):
         assert findings[rule].bytes == pytest.approx(size, rel=0.01)  # gains and scalars
 
 
-def test_a_replicated_embedding_and_a_state_that_is_not_donated_are_found(monkeypatch):
-    make_weight = model.make_weight
-
-    def make_whole(config, memory, rngs, name):
-        weight = make_weight(config, memory, rngs, name)
-        return nnx.Param(reshard(weight[...], P()), name=name) if name == "embedding" else weight
-
-    monkeypatch.setattr(model, "make_weight", make_whole)
-    findings = report_run(run("tensor=4", remat="full", donate=False), gpu="h100").findings
+def test_a_replicated_embedding_and_a_state_that_is_not_donated_are_found():
+    config = run("tensor=4", remat="full", donate=False, embedding="replicated")
+    findings = report_run(config, gpu="h100").findings
     replicated = {f.name: f for f in findings if f.rule == "replicated"}
     moments = "state.opt_state.rest[0]"
     tables = ["state.params.embedding", f"{moments}.mu.embedding", f"{moments}.nu.embedding"]

@@ -81,6 +81,10 @@ RUNS = {
     "fsdp,tensor names": run("fsdp=2,tensor=2", remat="qkv,mlp_in", offload="residuals"),
     "copied heads": run("fsdp=2,tensor=8", remat="attention"),
 }
+COPIED_TABLES = {
+    "tied": run("tensor=4", embedding="replicated", accumulate=2),
+    "untied": run("fsdp=2,tensor=2", model=UNTIED, embedding="replicated"),
+}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -135,6 +139,25 @@ def test_what_nested_repeats_by_hand():
 def test_a_tied_table_is_gathered_once_and_has_two_gradients():
     table = {n.op: n.count for n in needed(run("fsdp=4")) if n.elements == V * D}
     assert table == {"all-gather": 1, "reduce-scatter": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "elements", "count"),
+    [("tied", V * D, 4), ("untied", V * D // 2, 2)],  # the former in two parts of the batch
+)
+def test_copies_of_the_tables_have_their_gradients_put_together(name, elements, count):
+    """That of the embedding and that of the head, once a part; nothing else moves beside."""
+    config = COPIED_TABLES[name]
+    found = compiled(config).collectives
+    assert unneeded(config, found) == []
+    (need,) = [n for n in needed(config) if (n.elements, n.axis) == (elements, "tensor")]
+    assert (need.op, need.count) == ("all-gather", count)
+    memory = dataclasses.replace(config.memory, embedding="sharded")
+    extra = unneeded(dataclasses.replace(config, memory=memory), found)
+    assert sum(runs for _, runs in extra) == count
+    assert {(c.op, c.axis, math.prod(c.shape)) for c, _ in extra} == {
+        ("all-gather", "tensor", elements)
+    }
 
 
 def one_of(config: TrainConfig, op: str, axis: str, elements: int) -> Collective:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import chex
 import jax
@@ -22,11 +22,12 @@ from conftest import (
     to_numpy,
 )
 
-from tpjax.config import ModelConfig, OptimConfig
-from tpjax.memory.compiled import peak_bytes
+from tpjax.config import MeshConfig, ModelConfig, OptimConfig
+from tpjax.memory.compiled import absent_devices, init_peak_bytes, peak_bytes
+from tpjax.mesh import make_mesh
 from tpjax.sharding import bytes_per_device
 from tpjax.state import abstract_state, create_state, lower_init
-from tpjax.step import lower_eval_step, lower_train_step, train_step
+from tpjax.step import loss_and_gradients, lower_eval_step, lower_train_step, train_step
 
 
 def three_steps(config):
@@ -76,6 +77,8 @@ def flat(tree) -> np.ndarray:
         ("fsdp=2,tensor=2", {"remat": "none", "sequence_parallel": False}),
         ("data=2,fsdp=2,tensor=2", {"remat": "full"}),
         ("data=2,fsdp=2,tensor=2", {"sequence_parallel": False, "accumulate": 2}),
+        ("fsdp=2,tensor=2", {"embedding": "replicated"}),
+        ("tensor=8", {"embedding": "replicated", "accumulate": 2}),
     ],
 )
 def test_three_steps_equal_one_device(mesh, settings):
@@ -85,6 +88,32 @@ def test_three_steps_equal_one_device(mesh, settings):
 @pytest.mark.parametrize("model", [TINY_GPT2, TINY_QWEN], ids=lambda model: model.name)
 def test_other_families_equal_one_device(model):
     check_equals_one_device(tiny_config("data=2,fsdp=2,tensor=2", model=model))
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", "tensor=4"])
+@pytest.mark.parametrize("model", [TINY, TINY_QWEN], ids=lambda model: model.name)
+def test_copies_of_the_tables_start_and_learn_as_shards_do(mesh, model):
+    """The same bits of weights and gradients; every device of the tensor axis has all rows."""
+
+    def of(embedding: str):
+        config = tiny_config(mesh, model=model, embedding=embedding)
+        grid = mesh_of(config)
+        params = create_state(config, grid).params
+        with jax.set_mesh(grid):
+            batch = random_batch(config, grid)
+            return params, jax.jit(partial(loss_and_gradients, config))(params, batch)[1]
+
+    (sharded, expected), (copied, gradients) = of("sharded"), of("replicated")
+    tables = {"embedding"} if model.tie_embeddings else {"embedding", "head"}
+    fsdp = MeshConfig.parse(mesh).fsdp
+    for tree, like in ((copied, sharded), (gradients, expected)):
+        for name in tables:
+            shape = tree[name].shape
+            assert tree[name].sharding.shard_shape(shape) == (shape[0], shape[1] // fsdp)
+            assert like[name].sharding.shard_shape(shape)[0] == shape[0] // (4 // fsdp)
+        jax.tree.map(np.testing.assert_array_equal, to_numpy(tree), to_numpy(like))
+    moments = abstract_state(tiny_config(mesh, embedding="replicated"), mesh_of(tiny_config(mesh)))
+    assert moments.opt_state["rest"][0].nu["embedding"].sharding == copied["embedding"].sharding
 
 
 def test_low_precision_steps_round_alike_on_every_mesh():
@@ -121,7 +150,9 @@ def _like(leaf: jax.Array, value: int) -> jax.Array:
     return jax.device_put(np.asarray(value, leaf.dtype), leaf.sharding)
 
 
-@pytest.mark.parametrize("settings", [{}, {"params": "bf16"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"params": "bf16"}, {"embedding": "replicated"}, {"init": "eager"}]
+)
 def test_every_buffer_of_the_state_is_reused(settings):
     config = tiny_config("fsdp=2,tensor=2", **settings)
     mesh = mesh_of(config)
@@ -130,10 +161,12 @@ def test_every_buffer_of_the_state_is_reused(settings):
     assert sizes is not None
     assert sizes.alias_size_in_bytes == bytes_per_device(state)
     buffers = {s.data.unsafe_buffer_pointer() for s in _shards(state)}
-    new, _ = step(state, random_batch(config, mesh))
-    jax.block_until_ready(new)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
-    assert {s.data.unsafe_buffer_pointer() for s in _shards(new)} == buffers
+    for number in range(3):
+        old = state
+        state, _ = step(old, random_batch(config, mesh, seed=number))
+        jax.block_until_ready(state)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
+        assert {s.data.unsafe_buffer_pointer() for s in _shards(state)} == buffers
 
 
 def _shards(tree):
@@ -196,6 +229,39 @@ def test_initialisation_makes_nothing_whole():
     assert sizes.output_size_in_bytes < 1.01 * bytes_per_device(state) + 8 * 64
     assert sizes.temp_size_in_bytes < largest
     assert f"[4096,{wide.embed_dim}]" not in (init.as_text() or "")
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=2,tensor=4", "data=2,tensor=2"])
+def test_made_on_one_device_first_the_state_has_the_same_bits(mesh):
+    lazy, eager = (tiny_config(mesh, init=init, params="bf16") for init in ("lazy", "eager"))
+    grid = mesh_of(lazy)
+    made, moved = create_state(lazy, grid), create_state(eager, grid)
+    assert jax.tree.map(lambda x: x.sharding, made) == jax.tree.map(lambda x: x.sharding, moved)
+    jax.tree.map(np.testing.assert_array_equal, to_numpy(made), to_numpy(moved))
+    first = {grid.devices.flat[0]}
+    assert all(x.sharding.device_set == first for x in jax.tree.leaves(_made_by(eager, grid)))
+    assert all(x.sharding.device_set > first for x in jax.tree.leaves(_made_by(lazy, grid)))
+
+
+def _made_by(config, mesh):
+    return lower_init(config, mesh).compile()(np.uint32(0))
+
+
+@pytest.mark.parametrize("devices", [jax.devices, partial(absent_devices, "h100", 8)])
+def test_what_initialisation_needs_on_the_device_that_holds_most(devices):
+    """Lazy: its shards, and some of a leaf. Eager: all of the state, and then its shards."""
+    wide = dataclasses.replace(TINY, vocab_size=4096, embed_dim=256, num_layers=1)
+    lazy, eager = (
+        tiny_config("fsdp=2,tensor=4", model=wide, init=init) for init in ("lazy", "eager")
+    )
+    assert lazy.mesh is not None
+    mesh = make_mesh(lazy.mesh, wide, devices())
+    state = abstract_state(lazy, mesh)
+    shards = bytes_per_device(state)
+    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    assert whole > 7 * shards
+    assert shards <= init_peak_bytes(lazy, mesh) < 2 * shards
+    assert init_peak_bytes(eager, mesh) >= whole + shards
 
 
 def test_tokens_that_do_not_count_are_left_out():

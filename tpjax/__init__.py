@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         MeshConfig,
         ModelConfig,
         OptimConfig,
+        PoolConfig,
         TrainConfig,
     )
     from tpjax.loop import train
@@ -27,6 +28,7 @@ _HOMES = {
     "MeshConfig": "config",
     "ModelConfig": "config",
     "OptimConfig": "config",
+    "PoolConfig": "config",
     "TrainConfig": "config",
     "preset": "presets",
     "preset_run": "presets",
@@ -41,6 +43,7 @@ __all__ = [
     "MeshConfig",
     "ModelConfig",
     "OptimConfig",
+    "PoolConfig",
     "TrainConfig",
     "memory",
     "preset",

@@ -22,6 +22,7 @@ __all__ = [
     "MeshConfig",
     "ModelConfig",
     "OptimConfig",
+    "PoolConfig",
     "RopeConfig",
     "TrainConfig",
     "nearest",
@@ -214,6 +215,29 @@ class PoolConfig:
             self.pool_fraction is None or 0 < self.pool_fraction <= 1,
             f"pool_fraction={self.pool_fraction} must be above 0 and at most 1.",
         )
+        sized = self.pool_fraction is not None
+        require(
+            self.allocator != "platform" or not (sized or self.preallocate),
+            "allocator=platform has no pool, so neither a --pool-fraction nor --preallocate; leave "
+            "them out, or use --allocator=bfc.",
+        )
+        require(
+            self.allocator != "cuda_async" or not sized or self.preallocate is not False,
+            "allocator=cuda_async has no limit, and takes a pool_fraction only to preallocate it; "
+            "leave out --no-preallocate or --pool-fraction, or use --allocator=bfc.",
+        )
+
+    @property
+    def flags(self) -> list[str]:
+        """The flags that ask for something other than JAX's own ways."""
+        flags = []
+        if self.pool_fraction is not None:
+            flags.append(f"--pool-fraction={self.pool_fraction:g}")
+        if self.preallocate is not None:
+            flags.append("--preallocate" if self.preallocate else "--no-preallocate")
+        if self.allocator != "auto":
+            flags.append(f"--allocator={self.allocator}")
+        return flags
 
 
 @dataclass(frozen=True, kw_only=True)

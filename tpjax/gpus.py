@@ -30,8 +30,7 @@ class Gpu:
             None where the card cannot.
         link: how GPUs of one node reach each other; NVLink that joins only pairs is left out.
         link_bandwidth: between GPUs of one node, per GPU and direction.
-        network_bandwidth: between nodes, per GPU and direction, in the maker's own
-            system of eight; None where there is no such system.
+        network_bandwidth: between nodes, alike, in the maker's own system of eight, or None.
         sources: where the figures are from.
     """
 
@@ -256,6 +255,12 @@ def gpu(name: str) -> Gpu:
     if name not in GPUS:
         raise ConfigError(f"gpu {name!r} is unknown.{nearest(name, GPUS)}")
     return GPUS[name]
+
+
+def kind_of(device_kind: str) -> str | None:
+    """The name of the kind that the driver calls so, or None where it is unknown."""
+    words = device_kind.lower().split()
+    return next((name for name, gpu in GPUS.items() if gpu.name.lower().split() == words), None)
 
 
 def outside_pool(gpu: Gpu, *, num_devices: int, communicators: int = 1) -> list[Outside]:

@@ -82,7 +82,7 @@ def make_weight(model: ModelConfig, memory: MemoryConfig, rngs: nnx.Rngs, name: 
     """
     row = PARAMETERS[name]
     shape = tuple(model.sizes[letter] for letter in row.letters)
-    spec = weight_spec(row.letters)
+    spec = weight_spec(row.letters, replicated_V=memory.embedding == "replicated")
     if row.init in ("ones", "zeros"):
         value = jnp.full(shape, row.init == "ones", jnp.float32, out_sharding=spec)
     else:
@@ -116,7 +116,8 @@ def int8_block(model: ModelConfig, name: str) -> quant.Block:
 
 
 def read(weight: nnx.Param, dtype, *, gathered: bool = True) -> Array:
-    """A weight as the mathematics uses it: in the compute dtype, then gathered over fsdp.
+    """A weight as the mathematics uses it: in the compute dtype, then gathered over fsdp; of
+    a table that lies whole on the tensor axis each device's rows, the gradient put together.
 
     Every weight is read here, so that what travels is the smaller dtype, and one that is
     stored in int8 needs no second model.

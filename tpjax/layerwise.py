@@ -74,6 +74,7 @@ class _Sweep:
     def __init__(self, config: TrainConfig, state: TrainState, batch: Batch):
         self.config, self.state, self.batch = config, state, batch
         self.parts, self.optimizer = optim.split(state.params), optimizer_of(config)
+        assert isinstance(config.memory.split, int)  # resolved
         self.split, self.num_layers = config.memory.split, config.model.num_layers
         self.group = remat.group_size(self.num_layers) if config.memory.remat == "nested" else 1
         self.slots = quant.slots(self.parts.rest, DTYPES[config.memory.compute])

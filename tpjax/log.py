@@ -57,6 +57,8 @@ class RunLog:
             + (f"; {gib(host)} of them in the host's memory" if host else ""),
             highlight=False,
         )
+        if memory.pool is not None:
+            self._progress.console.print(f"pool: {memory.pool}", highlight=False)
 
     def step(self, step: int, metrics: dict, live: LiveMemory) -> float:
         """One training step's scalars; waits for the device to have them. Returns the loss."""

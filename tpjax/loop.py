@@ -22,7 +22,7 @@ from tpjax.generate import sample
 from tpjax.log import RunLog
 from tpjax.memory.advice import advise, explain_peak
 from tpjax.memory.compiled import compile_lowered, host_bytes, peak_bytes
-from tpjax.memory.live import LiveMemory, RunMemory, capacity, live_memory
+from tpjax.memory.live import LiveMemory, RunMemory, capacity, check_pool, live_memory
 from tpjax.memory.records import gib
 from tpjax.mesh import make_mesh, start_devices
 from tpjax.resolve import resolve
@@ -71,6 +71,7 @@ class _Run:
     step: jax.stages.Compiled
     eval_step: jax.stages.Compiled
     compile_seconds: float
+    pool: str | None
 
     @property
     def devices(self) -> list:
@@ -164,18 +165,22 @@ def _steps(run: _Run, log: RunLog) -> tuple[TrainState, float, float, float]:
 
 
 def _all_steps(run: _Run, state: TrainState, log: RunLog) -> tuple[TrainState, float, float, float]:
+    """While the devices work at a step, the next one's batch is placed on them. The step
+    before is done by then and its batch let go, so that two are there and never more."""
     config, pending = run.config, deque()
     train_loss, eval_loss, eval_seconds = float("nan"), float("nan"), 0.0
     start = time.perf_counter()
+    batch = place(run.batches.rows(0), run.mesh)
     for step in range(1, config.steps + 1):
-        batch = place(run.batches.rows(step - 1), run.mesh)
-        state, metrics = run.wait(run.step(state, batch))
+        state, metrics = run.step(state, batch)
         pending.append((step, metrics))
+        _log_steps(run, log, pending, keep=1)
+        if step < config.steps:
+            batch = place(run.batches.rows(step), run.mesh)
         evaluates = step == config.steps or (config.eval_every and step % config.eval_every == 0)
-        while len(pending) > (0 if evaluates else run.steps_ahead):
-            logged, values = pending.popleft()
-            train_loss = log.step(logged, values, live_memory(run.devices))
-            _check_finite(run, logged, values)
+        if evaluates or not run.steps_ahead:
+            jax.block_until_ready(state)
+            train_loss = _log_steps(run, log, pending, keep=0)
         if evaluates:
             begun = time.perf_counter()
             eval_loss = run.evaluate(state.params)
@@ -205,10 +210,21 @@ def _check_finite(run: _Run, step: int, metrics: dict) -> None:
     )
 
 
+def _log_steps(run: _Run, log: RunLog, pending: deque, keep: int) -> float:
+    """Waits for all but the last `keep` steps and logs them; the last one's loss."""
+    loss = float("nan")
+    while len(pending) > keep:
+        step, values = pending.popleft()
+        loss = log.step(step, values, live_memory(run.devices))
+        _check_finite(run, step, values)
+    return loss
+
+
 def _prepare(config: TrainConfig) -> _Run:
     """Everything that can fail, before anything is trained or written."""
     out = _free_folder(config)
-    devices = start_devices(config.devices)
+    devices = start_devices(config.devices, config.pool)
+    pool = check_pool(config.pool, [d for d in devices if d.process_index == jax.process_index()])
     config = resolve(config, num_devices=len(devices), platform=devices[0].platform)
     assert config.mesh is not None  # resolved
     mesh = make_mesh(config.mesh, config.model, devices)
@@ -228,6 +244,7 @@ def _prepare(config: TrainConfig) -> _Run:
         step=step,
         eval_step=eval_step,
         compile_seconds=time.perf_counter() - start,
+        pool=pool,
     )
 
 
@@ -268,6 +285,7 @@ def _predicted(run: _Run) -> RunMemory:
         live_peak_reason="nothing has run",
         host_peak_bytes=None,
         host_peak_reason="nothing has run",
+        pool=run.pool,
     )
 
 

@@ -140,11 +140,11 @@ def _local_sweep(
             else:
                 dx_BCD = jax.lax.psum(dx_BCD, TENSOR)
             dx = jax.lax.dynamic_update_slice_in_dim(dx, dx_BCD, i * size, axis=1)
-        if wanted == "gradients":
-            with jax.named_scope("head_gradient"):
-                dhead += jnp.einsum(
-                    "RV,RD->VD", dlogits_RV, x_RD, preferred_element_type=jnp.float32
-                )
+            if wanted == "gradients":
+                with jax.named_scope("head_gradient"):
+                    dhead += jnp.einsum(
+                        "RV,RD->VD", dlogits_RV, x_RD, preferred_element_type=jnp.float32
+                    )
         if wanted == "x_gradient":
             by_device = chunk.lse.reshape(B, T // t, size)
             lse = jax.lax.dynamic_update_slice_in_dim(lse, by_device, i * size, axis=2)

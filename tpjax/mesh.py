@@ -18,7 +18,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from tpjax.config import ConfigError, MeshConfig, ModelConfig
+from tpjax.config import ConfigError, MeshConfig, ModelConfig, PoolConfig
+from tpjax.pool import runs_on_cpu, set_pool
 
 BATCH = ("data", "fsdp")
 TENSOR = ("tensor", "kv_copy")
@@ -47,16 +48,26 @@ def _shape(config: MeshConfig, model: ModelConfig) -> tuple[int, int, int, int]:
 
 def gpu_driver_present() -> bool:
     """Whether the CUDA driver finds a GPU. Asks the driver, not JAX."""
+    return _driver() is not None
+
+
+def _driver() -> ctypes.CDLL | None:
+    """The CUDA driver, if it finds a GPU."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return False
+        return None
     count = ctypes.c_int(0)
-    return (
-        driver.cuInit(0) == 0
-        and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
-        and count.value > 0
-    )
+    ready = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+    return driver if ready and count.value > 0 else None
+
+
+def gpu_memory_bytes(device) -> int | None:
+    """All the memory of a GPU of this process as its driver says; None where it does not."""
+    driver, handle, size = _driver(), ctypes.c_int(0), ctypes.c_size_t(0)
+    if driver is None or driver.cuDeviceGet(ctypes.byref(handle), device.local_hardware_id) != 0:
+        return None
+    return size.value if driver.cuDeviceTotalMem_v2(ctypes.byref(size), handle) == 0 else None
 
 
 def stay_off_missing_gpus() -> None:
@@ -66,15 +77,20 @@ def stay_off_missing_gpus() -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-def start_devices(num_simulated: int) -> list:
+def start_devices(num_simulated: int, pool: PoolConfig | None = None) -> list:
     """The devices to run on: all GPUs, or `num_simulated` simulated CPU devices.
 
-    Call it before JAX is used: the number of simulated devices cannot change
-    afterwards (if enough of them are there already, the first are taken). What
-    JAX compiles is kept on disk from here on, so that the next run starts fast.
+    Call it before JAX is used: neither the number of simulated devices nor the GPUs'
+    pool can change afterwards (if enough devices are there already, the first are
+    taken). What JAX compiles is kept on disk from here on, so that the next run
+    starts fast.
+
+    Args:
+        pool: how XLA takes memory from GPUs; simulated devices have no such pool.
 
     Raises:
-        ConfigError: JAX has started with fewer CPU devices, or on other accelerators.
+        ConfigError: JAX has started with fewer CPU devices, on other accelerators or with
+            another pool, or the environment contradicts the pool.
     """
     stay_off_missing_gpus()
     if jax.config.values.get("jax_compilation_cache_dir") is None:
@@ -82,6 +98,8 @@ def start_devices(num_simulated: int) -> list:
         jax.config.update("jax_compilation_cache_dir", str(cache / "tpjax"))
     with contextlib.suppress(RuntimeError):  # JAX has started: checked below
         jax.config.update("jax_num_cpu_devices", num_simulated)
+    if pool is not None and not runs_on_cpu():
+        set_pool(pool)
     devices = jax.devices()
     if devices[0].platform not in ("cpu", "gpu"):
         raise ConfigError(f"tpjax trains on GPUs and CPUs, not on {devices[0].platform}.")

@@ -122,6 +122,10 @@ def _check_update(config: TrainConfig, compute: str) -> None:
         f"accumulate={data.accumulate} does not go with update=layerwise, which uses each gradient "
         "at once; use --split, which lowers the memory of a layer's work as well.",
     )
+    require(
+        memory.embedding == "sharded",
+        "embedding=replicated does not go with update=layerwise; use one of them.",
+    )
 
 
 def _check_blocks(config: TrainConfig, mesh: MeshConfig) -> None:

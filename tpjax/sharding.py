@@ -18,14 +18,16 @@ _WEIGHT = {"D": "fsdp", "N": TENSOR, "K": "tensor", "F": TENSOR, "V": TENSOR}
 _ACTIVATION = {"B": BATCH, "N": TENSOR, "K": TENSOR, "F": TENSOR, "V": TENSOR}
 
 
-def weight_spec(letters: str, *, gathered: bool = False) -> P:
+def weight_spec(letters: str, *, gathered: bool = False, replicated_V: bool = False) -> P:
     """How a weight is stored, or (`gathered`) used: without its fsdp shards.
 
     Vectors over D (norm gains, biases) are whole on every device: gathering
-    them would cost more time than keeping them costs memory.
+    them would cost more time than keeping them costs memory. So is, on purpose,
+    the vocabulary over the tensor axis where `replicated_V` asks for it.
     """
-    whole_D = gathered or letters == "D"
-    return P(*(None if letter == "D" and whole_D else _WEIGHT.get(letter) for letter in letters))
+    whole = {"D"} if gathered or letters == "D" else set()
+    whole |= {"V"} if replicated_V else set()
+    return P(*(None if letter in whole else _WEIGHT.get(letter) for letter in letters))
 
 
 def activation_spec(letters: str) -> P:

@@ -19,7 +19,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tpjax import optim
-from tpjax.config import TrainConfig
+from tpjax.config import MeshConfig, TrainConfig
+from tpjax.mesh import make_mesh
 from tpjax.model import Transformer
 from tpjax.precision import LossScale
 from tpjax.sharding import activation_spec
@@ -127,7 +128,10 @@ def abstract_batch(config: TrainConfig, mesh: Mesh, rows: int) -> Batch:
 
 
 def lower_init(config: TrainConfig, mesh: Mesh) -> jax.stages.Lowered:
-    """The program that makes the state from a seed, each shard where it belongs."""
+    """The program that makes the state from a seed: each shard where it belongs or, where
+    `init` is eager, all of it on the mesh's first device."""
+    if config.memory.init == "eager":
+        mesh = make_mesh(MeshConfig(), config.model, [mesh.devices.flat[0]])
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, mesh))
     with jax.set_mesh(mesh):
         init = jax.jit(partial(_init, config), out_shardings=shardings)
@@ -135,5 +139,10 @@ def lower_init(config: TrainConfig, mesh: Mesh) -> jax.stages.Lowered:
 
 
 def create_state(config: TrainConfig, mesh: Mesh) -> TrainState:
-    """A new state; no host or device ever holds a whole parameter of it."""
-    return lower_init(config, mesh).compile()(jnp.uint32(config.seed))
+    """A new state. No host or device ever holds a whole parameter of it, unless `init` is
+    eager: then it is whole on the first device, and moved from there to its shards."""
+    state = lower_init(config, mesh).compile()(jnp.uint32(config.seed))
+    if config.memory.init == "lazy":
+        return state
+    shards = abstract_state(config, mesh)
+    return jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, shards))

@@ -110,7 +110,7 @@ def train_step(
 def _learning_rate(config: TrainConfig, state: TrainState) -> Array:
     """By the optimiser's own count of steps, which leaves out those that changed nothing."""
     count = optax.tree_utils.tree_get(state.opt_state["rest"], "count", state.step)
-    return optim.schedule(config.optim, config.steps)(count)
+    return jnp.asarray(optim.schedule(config.optim, config.steps)(count))
 
 
 def _update_whole(

@@ -75,7 +75,7 @@ def head_gradient(
     tokens = [reshard(tokens, _TOKENS) for tokens in (targets_BT, valid_BT, lse_BT)]
     in_specs = (_X, _TABLE, P(), *[_TOKENS] * 3, P())
     sweep = jax.shard_map(local, in_specs=in_specs, out_specs=_TABLE)
-    return sweep(x_BTD, head_UD, part, *tokens, scale)
+    return sweep(*(x_BTD, head_UD, part, *tokens, scale))
 
 
 def embedding_gradient(

@@ -33,6 +33,8 @@ from tpjax.memory.records import Collective
 from tpjax.memory.traffic import collectives
 from tpjax.mesh import make_mesh, stay_off_missing_gpus
 from tpjax.resolve import resolve
+from tpjax.sharding import bytes_per_device
+from tpjax.state import abstract_state, lower_init
 from tpjax.step import lower_train_step
 
 # Nothing can be timed on a GPU that is not there, and Triton's matmuls need timing.
@@ -222,6 +224,20 @@ def compile_for(config: TrainConfig, gpu: str = "h100", nodes: int = 1) -> Compi
 def compile_step(config: TrainConfig, mesh: Mesh) -> jax.stages.Compiled:
     """A resolved run's training step for a mesh of any devices, its sizes alone wanted."""
     return lower_train_step(config, mesh).compile(compiler_options=_options(mesh))
+
+
+def init_peak_bytes(config: TrainConfig, mesh: Mesh) -> int:
+    """Bytes at the peak of making a resolved run's state, on the device that holds most.
+
+    Compiled for a mesh of any devices. Where `init` is eager, that is the first: it makes
+    the whole state, and still has it when its own shards of it are there too.
+    """
+    lowered = lower_init(config, mesh)
+    peak = peak_bytes(lowered.compile(compiler_options=_options(mesh)))
+    if config.memory.init == "lazy" or mesh.size == 1:
+        return peak
+    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(lowered.out_info))
+    return max(peak, whole + bytes_per_device(abstract_state(config, mesh)))
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -13,9 +12,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tpjax.config import ConfigError, TrainConfig
+from tpjax.config import ConfigError, PoolConfig, TrainConfig
 from tpjax.flops import step_flops
-from tpjax.gpus import GPUS, Gpu, Outside, outside_pool
+from tpjax.gpus import GPUS, Outside, kind_of, outside_pool
 from tpjax.memory.compiled import (
     Compilation,
     absent_mesh,
@@ -134,7 +133,7 @@ def report_run(config: TrainConfig, *, gpu: str | None = None, nodes: int = 1) -
         ConfigError: as `compile_for`.
     """
     if gpu is None:
-        devices = start_devices(config.devices)
+        devices = start_devices(config.devices, config.pool)
         config = resolve(config, num_devices=len(devices), platform=devices[0].platform)
         assert config.mesh is not None  # resolved
         mesh = make_mesh(config.mesh, config.model, devices)
@@ -153,13 +152,20 @@ def report_run(config: TrainConfig, *, gpu: str | None = None, nodes: int = 1) -
         f"update {config.memory.update}, offload {config.memory.offload}",
         findings=[*general, *audit(config, compilation.collectives)],
         flops=step_flops(config),
+        pool=config.pool,
     )
 
 
 def explain(
-    compilation: Compilation, *, title: str, findings: Sequence[Finding], flops: float | None
+    compilation: Compilation,
+    *,
+    title: str,
+    findings: Sequence[Finding],
+    flops: float | None,
+    pool: PoolConfig | None = None,
 ) -> MemoryReport:
-    """The report on a compiled program and the findings made of it."""
+    """The report on a compiled program and the findings made of it, for devices with a
+    pool as asked for."""
     mesh, sizes = compilation.mesh, compilation.executable.memory_analysis()
     assert sizes is not None
     gpu = _gpu(mesh)
@@ -186,6 +192,7 @@ def explain(
         host_bytes=compilation.host_bytes,
         outside_pool=tuple(outside),
         capacity_bytes=GPUS[gpu].memory_bytes if gpu else None,
+        pool=pool or PoolConfig(),
         ledger=ledger.lines,
         host_ledger=ledger.host_lines,
         timeline=ledger.timeline,
@@ -198,11 +205,4 @@ def explain(
 def _gpu(mesh: Mesh | None) -> str | None:
     """The name of the mesh's kind of GPU, or None where it is unknown."""
     kind = jax.devices()[0].device_kind if mesh is None else mesh.devices.flat[0].device_kind
-    for name, known in GPUS.items():
-        if _same(known, kind):
-            return name
-    return None
-
-
-def _same(known: Gpu, kind: str) -> bool:
-    return re.sub(r"\s+", " ", known.name).lower() == re.sub(r"\s+", " ", kind).lower()
+    return kind_of(kind)

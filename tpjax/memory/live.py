@@ -12,6 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tpjax.config import ConfigError, PoolConfig
+from tpjax.gpus import GPUS, kind_of, outside_pool
+from tpjax.memory.records import gib
+from tpjax.mesh import gpu_memory_bytes
+from tpjax.pool import pool_is_limited
+
+POOL_TOLERANCE = 0.01  # of a GPU's memory, between the pool's limit and what was asked for
 _STATUS = Path("/proc/self/status")  # Linux: the kernel's view of this process
 _MEMORY = Path("/proc/meminfo")  # and of the machine
 _CONTAINER = (  # what a container may have of it, by version 2 and 1 of control groups
@@ -117,6 +124,7 @@ class RunMemory:
             of the machine's memory) can hold; None where nobody says, with the reason.
         live_peak_bytes: what its allocator counted while running; None with the reason.
         host_peak_bytes: the most resident memory of this process; None with the reason.
+        pool: what became of the pool that was asked for; None where nothing was asked.
     """
 
     parameters_bytes: int
@@ -129,6 +137,7 @@ class RunMemory:
     live_peak_reason: str | None
     host_peak_bytes: int | None
     host_peak_reason: str | None
+    pool: str | None = None
 
     @property
     def fits(self) -> bool | None:
@@ -153,18 +162,63 @@ def live_memory(devices: Sequence) -> LiveMemory:
 
 
 def capacity(devices: Sequence) -> tuple[int | None, str | None]:
-    """What each device can hold, or None and why: the limit of its pool; for simulated
-    devices, an equal share of the memory that the machine has left."""
+    """What each device can hold, or None and why: the limit of its pool, or all of its
+    memory less an estimate of what lies outside the pool where that is less; for
+    simulated devices, an equal share of the memory that the machine has left."""
     if devices[0].platform == "cpu":
         free = _free_bytes()
         if free is None:
             return None, f"{_MEMORY} does not give it on this system"
         return free // len(devices), None
+    if not pool_is_limited():
+        return None, "this allocator has no limit"
     known = [_device_memory(device) for device in devices]
     limits = [one.bytes_limit for one in known if one.bytes_limit is not None]
     if len(limits) < len(known):
         return None, next(d.reasons["bytes_limit"] for d in known if d.bytes_limit is None)
-    return min(limits), None
+    rooms = [total - _outside_bytes(devices) for total in map(gpu_memory_bytes, devices) if total]
+    return min(limits + rooms), None
+
+
+def _outside_bytes(devices: Sequence) -> int:
+    """An estimate of what lies outside a GPU's pool; 0 where its kind is unknown."""
+    kind = kind_of(devices[0].device_kind)
+    parts = outside_pool(GPUS[kind], num_devices=len(devices)) if kind else ()
+    return sum(part.bytes for part in parts)
+
+
+def check_pool(pool: PoolConfig, devices: Sequence) -> str | None:
+    """What became of the pool that was asked for, in one line; None where nothing was asked.
+
+    Raises:
+        ConfigError: a GPU's allocator has another limit than asked for.
+    """
+    if not pool.flags:
+        return None
+    asked = " ".join(pool.flags)
+    if devices[0].platform == "cpu":
+        return f"{asked}: no effect, because simulated devices have no pool"
+    if pool.pool_fraction is None:
+        return asked
+    for device in devices:
+        memory, total = _device_memory(device), gpu_memory_bytes(device)
+        limit, reason = memory.bytes_limit, memory.reasons.get("bytes_limit")
+        if limit is None or total is None:
+            why = reason or "the driver does not say how much memory there is"
+            return f"{asked}: whether it is so is not available, because {why}"
+        if abs(limit - pool.pool_fraction * total) > POOL_TOLERANCE * total:
+            raise ConfigError(
+                f"the pool of {device} may take {gib(limit)} of {gib(total)}, which is not "
+                f"{asked}: JAX started with other settings; start again, with nothing of JAX "
+                "before tpjax.start_devices."
+            )
+        left, outside = total - limit, _outside_bytes(devices)
+        if left < outside and pool.preallocate is not False:
+            return (
+                f"{asked}: takes {gib(limit)} of {gib(total)}, and leaves {gib(left)} where about "
+                f"{gib(outside)} are needed outside the pool; lower --pool-fraction"
+            )
+    return asked
 
 
 def _free_bytes() -> int | None:

@@ -124,6 +124,9 @@ def _tables(config: TrainConfig) -> Iterator[Need]:
     if mesh.data > 1:  # a tied table has the gradients of both
         stored = _elements(config, "embedding", ("tensor", "fsdp"))
         yield Need(op="all-reduce", axis="data", elements=stored, count=A * 2)
+    if mesh.tensor > 1 and config.memory.embedding == "replicated":  # each gradient, put together
+        whole, axis = _elements(config, "embedding", ("fsdp",)), _tensor_axis(config)
+        yield Need(op="all-gather", axis=axis, elements=whole, count=A * 2)
     if config.model.rope is None:
         yield from _positions(config)
 

@@ -7,14 +7,14 @@ so shapes are a device's own (local) shapes.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from tpjax.config import PoolConfig
 from tpjax.gpus import Outside
+from tpjax.pool import fraction_needed, why_not
 
 LINES_IN_WORDS = 12  # of a ledger: what is smaller decides nothing
-DEFAULT_POOL_FRACTION = 0.75  # of a GPU's memory, that JAX gives XLA's pool
 
 KINDS = (
     "parameters",
@@ -168,6 +168,7 @@ class MemoryReport:
         outside_pool: estimates of what the device holds beside XLA's pool; empty where
             the kind of device is unknown.
         capacity_bytes: the device's memory, or None where it is unknown.
+        pool: how XLA is asked to take memory from it.
         ledger, host_ledger: lines that add up to `peak_bytes`, and to `host_bytes`.
         flops: floating-point operations of one step on all devices, or None where only
             the program is known.
@@ -184,6 +185,7 @@ class MemoryReport:
     host_bytes: int
     outside_pool: tuple[Outside, ...]
     capacity_bytes: int | None
+    pool: PoolConfig = field(default_factory=PoolConfig)
     ledger: tuple[Line, ...]
     host_ledger: tuple[Line, ...]
     timeline: Timeline
@@ -202,20 +204,28 @@ class MemoryReport:
         return sum(e.bytes for e in self.outside_pool) if self.outside_pool else None
 
     @property
-    def fits(self) -> bool | None:
-        """Whether pool and all beside it fit into the device; None where that is unknown."""
+    def obstacle(self) -> str | None:
+        """Why pool and all beside it do not fit into the device; None where they do, or
+        where that is unknown."""
         if self.capacity_bytes is None or self.outside_pool_bytes is None:
             return None
-        return self.peak_bytes + self.outside_pool_bytes <= self.capacity_bytes
+        return why_not(self.pool, self.peak_bytes, self.outside_pool_bytes, self.capacity_bytes)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether pool and all beside it fit into the device; None where that is unknown."""
+        known = self.capacity_bytes is not None and self.outside_pool_bytes is not None
+        return self.obstacle is None if known else None
 
     @property
     def pool_fraction(self) -> float | None:
         """The part of the device's memory that XLA's pool must be allowed; None where that is
-        no more than JAX allows by itself, or where the program does not fit at all."""
-        if self.capacity_bytes is None or not self.fits:
+        no more than JAX allows by itself, where a part was asked for or the allocator has no
+        limit, or where the program does not fit at all."""
+        if not self.fits or self.capacity_bytes is None or self.outside_pool_bytes is None:
             return None
-        share = math.ceil(100 * self.peak_bytes / self.capacity_bytes) / 100
-        return share if share > DEFAULT_POOL_FRACTION else None
+        sizes = (self.peak_bytes, self.outside_pool_bytes, self.capacity_bytes)
+        return fraction_needed(self.pool, *sizes)
 
     @property
     def wire_bytes(self) -> int:
