@@ -72,10 +72,10 @@ def head_gradient(
         total, _ = jax.lax.scan(one, _zeros(head_UD.shape), jnp.arange(chunks))
         return _summed(total)
 
-    tokens = [reshard(tokens, _TOKENS) for tokens in (targets_BT, valid_BT, lse_BT)]
+    targets, valid, lse = (reshard(tokens, _TOKENS) for tokens in (targets_BT, valid_BT, lse_BT))
     in_specs = (_X, _TABLE, P(), *[_TOKENS] * 3, P())
     sweep = jax.shard_map(local, in_specs=in_specs, out_specs=_TABLE)
-    return sweep(*(x_BTD, head_UD, part, *tokens, scale))
+    return sweep(x_BTD, head_UD, part, targets, valid, lse, scale)
 
 
 def embedding_gradient(
