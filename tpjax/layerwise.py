@@ -237,7 +237,7 @@ class _Sweep:
             y_BTD, dx_BTD = (reshard(x, activation_spec("BTD")) for x in (y_BTD, dx_BTD))
 
         def gradient(name: str, table: dict, part: Array) -> Array:
-            total, V = jnp.float32(0), model.padded_vocab_size
+            total, V = jnp.zeros((), y_BTD.dtype), model.padded_vocab_size
             if name == "head" or model.tie_embeddings:
                 rows_UD = quant.value(optim.rows_of(table, part, parts)[name], y_BTD.dtype)
                 static = {"vocab_size": model.vocab_size, "chunks": memory.loss_chunks}

@@ -36,7 +36,8 @@ def head_gradient(
     vocab_size: int,
     chunks: int,
 ) -> Array:
-    """Gradient of the loss in part `part` of the head's rows, float32 [U, D].
+    """Gradient of the loss in part `part` of the head's rows, [U, D]: added up in float32,
+    returned in the compute dtype.
 
     Args:
         head_UD: those rows, as they are stored.
@@ -70,7 +71,7 @@ def head_gradient(
             return total_UD, None
 
         total, _ = jax.lax.scan(one, _zeros(head_UD.shape), jnp.arange(chunks))
-        return _summed(total)
+        return _summed(total.astype(x.dtype))
 
     targets, valid, lse = (reshard(tokens, _TOKENS) for tokens in (targets_BT, valid_BT, lse_BT))
     in_specs = (_X, _TABLE, P(), *[_TOKENS] * 3, P())
@@ -81,7 +82,8 @@ def head_gradient(
 def embedding_gradient(
     dx_BTD: Array, tokens_BT: Array, part: Array, parts: int, num_rows: int
 ) -> Array:
-    """Gradient in part `part` of the embedding's `num_rows` rows, float32 [U, D].
+    """Gradient in part `part` of the embedding's `num_rows` rows, [U, D]: added up in
+    float32, returned in the compute dtype.
 
     Args:
         dx_BTD: gradient of what the embedding gives.
@@ -94,7 +96,8 @@ def embedding_gradient(
         mine = (row >= 0) & (row < local_rows * parts) & (row % parts == part)
         place = jnp.where(mine, row // parts, local_rows)
         zeros = _zeros((local_rows, dx.shape[-1]))
-        return _summed(zeros.at[place].add(dx.astype(jnp.float32), mode="drop"))
+        total = zeros.at[place].add(dx.astype(jnp.float32), mode="drop")
+        return _summed(total.astype(dx.dtype))
 
     lookup = jax.shard_map(local, in_specs=(_X, _TOKENS, P()), out_specs=_TABLE)
     return lookup(dx_BTD, reshard(tokens_BT, _TOKENS), part)
