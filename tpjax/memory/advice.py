@@ -59,13 +59,19 @@ def _changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
         yield "--remat=nested", with_memory(remat="nested")
         if memory.remat != "full":
             yield "--remat=full", with_memory(remat="full")
-    if not memory.offloads_residuals:
-        offload = "residuals,moments" if memory.offloads_moments else "residuals"
+    if memory.offload != "residuals,moments":
+        offload = "residuals,moments"
         yield f"--offload={offload}", with_memory(offload=offload)
     if memory.params == "fp32":
-        yield "--params=bf16 --moments=bf16", with_memory(params="bf16", moments="bf16")
-    if memory.moments == "fp32":
-        yield "--moments=bf16", with_memory(moments="bf16")
+        yield "--params=bf16 --moments=int8", with_memory(params="bf16", moments="int8")
+    elif memory.params == "bf16":
+        yield "--params=int8", with_memory(params="int8")
+    if memory.moments in ("fp32", "bf16"):
+        yield "--moments=int8", with_memory(moments="int8")
+    if memory.update == "whole":
+        remat = memory.remat if memory.remat in ("full", "nested") else "full"
+        flags = f"--update=layerwise --remat={remat}"
+        yield flags, with_memory(update="layerwise", remat=remat, split="auto")
     if not memory.donate:
         yield "--donate", with_memory(donate=True)
     if not memory.sequence_parallel and mesh.tensor > 1:
