@@ -274,8 +274,11 @@ def test_kinds_are_known_by_what_the_driver_calls_them():
 def test_a_pool_asked_for_is_a_limit_and_leaves_room():
     """Of 1000 bytes, 100 lie outside the pool."""
 
+    def why(peak: int, **asked) -> str | None:
+        return why_not(PoolConfig(**asked), peak, 100, 1000)
+
     def fits(peak: int, **asked) -> bool:
-        return why_not(PoolConfig(**asked), peak, 100, 1000) is None
+        return why(peak, **asked) is None
 
     assert fits(900)
     assert not fits(901)
@@ -285,7 +288,7 @@ def test_a_pool_asked_for_is_a_limit_and_leaves_room():
     )
     assert fits(501, pool_fraction=0.5, allocator="cuda_async")
     assert fits(10, pool_fraction=0.9)
-    assert "leaves too little" in str(why_not(PoolConfig(pool_fraction=0.91), 10, 100, 1000))
+    assert "leaves too little" in str(why(10, pool_fraction=0.91))
     assert fits(10, pool_fraction=0.91, preallocate=False)
     assert not fits(901, pool_fraction=1.0, preallocate=False)
 
