@@ -8,8 +8,10 @@ is what the compiler says of the very program that then runs; `absent` is what i
 says without looking at the card, compiled meanwhile in a further process; measured
 is the allocator's peak, if the steps reached it and not the set-up (compilation
 tries kernels out, initialisation has a peak of its own). The allocator hands out
-whole blocks: up to 128 MiB of one may be unused and still count. What fails is an
-entry with its reason. Needs jax, flax, optax and numpy, nothing else.
+whole blocks: up to 128 MiB of one may be unused and still count. `in_use_change_bytes`
+and `pool_change_bytes` say by how much the two differed after the timed steps: 0, if
+a step allocates nothing new. `pool` says whether the pool is the one asked for.
+What fails is an entry with its reason. Needs jax, flax, optax and numpy, nothing else.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from tpjax.config import ConfigError, DataConfig, MemoryConfig, MeshConfig, TrainConfig
+from tpjax.config import ConfigError, DataConfig, MemoryConfig, MeshConfig, PoolConfig, TrainConfig
 from tpjax.data import place
 from tpjax.flops import model_flops
 from tpjax.gpus import GPUS
 from tpjax.memory.compiled import compile_for, peak_bytes
-from tpjax.memory.live import live_memory
+from tpjax.memory.live import LiveMemory, check_pool, live_memory
 from tpjax.mesh import gpu_driver_present, make_mesh, start_devices
 from tpjax.presets import preset_run
 from tpjax.resolve import resolve
@@ -49,8 +51,10 @@ WARM_UP_STEPS = 2
 FIGURES = [
     "failure", "device_kind", "compile_seconds", "predicted_bytes", "absent_bytes",
     "absent_reason", "setup_peak_bytes", "measured_bytes", "measured_reason", "loss", "step_ms",
-    "tokens_per_s", "model_flops", "mfu", "mfu_reason", "live",
+    "tokens_per_s", "model_flops", "mfu", "mfu_reason", "live", "pool", "in_use_change_bytes",
+    "pool_change_bytes", "change_reason",
 ]  # fmt: skip
+POOL = PoolConfig(pool_fraction=0.9)  # the largest case needs more than JAX's 0.75 of 80 GB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +103,10 @@ def dense_bf16_flops(device_kind: str) -> float | None:
 
 def measure(case: Case, figures: dict, steps: int, backend: str) -> None:
     """Compiles and runs the step here; figures are put in as they come."""
-    devices = start_devices(1)[:1]
+    devices = start_devices(1, POOL)[:1]
     if devices[0].platform != backend:
         raise ConfigError(f"JAX runs on {devices[0].platform}, not on {backend}.")
+    figures["pool"] = check_pool(POOL, devices)
     jax.config.update("jax_enable_compilation_cache", False)
     config = resolve(case.config(), num_devices=1, platform=backend)
     mesh = make_mesh(config.mesh or MeshConfig(), config.model, devices)
@@ -111,7 +116,8 @@ def measure(case: Case, figures: dict, steps: int, backend: str) -> None:
     figures |= {"device_kind": devices[0].device_kind, "predicted_bytes": peak_bytes(step)}
     state = jax.block_until_ready(create_state(config, mesh))
     setup_peak = figures["setup_peak_bytes"] = live_memory(devices).peak_bytes
-    rng, shape, times, metrics = np.random.default_rng(0), (case.batch_size, case.seq_len), [], {}
+    rng, shape, metrics = np.random.default_rng(0), (case.batch_size, case.seq_len), {}
+    times, lives = [], []
     for _ in range(WARM_UP_STEPS + steps):
         tokens = rng.integers(0, config.model.vocab_size, (2, *shape), np.int32)
         batch = place((tokens[0], tokens[1], np.ones(shape, bool)), mesh)
@@ -119,7 +125,9 @@ def measure(case: Case, figures: dict, steps: int, backend: str) -> None:
         start = time.perf_counter()
         state, metrics = jax.block_until_ready(step(state, batch))
         times.append(time.perf_counter() - start)
-    live, seconds = live_memory(devices), statistics.median(times[WARM_UP_STEPS:])
+        lives.append(live_memory(devices))
+    figures |= changes(lives[WARM_UP_STEPS - 1 :])
+    live, seconds = lives[-1], statistics.median(times[WARM_UP_STEPS:])
     figures |= {"measured_bytes": live.peak_bytes, "measured_reason": live.peak_reason}
     if live.peak_bytes is not None and live.peak_bytes == setup_peak:
         figures |= {"measured_bytes": None, "measured_reason": "the set-up needed more"}
@@ -130,6 +138,18 @@ def measure(case: Case, figures: dict, steps: int, backend: str) -> None:
     figures["mfu_reason"] = (
         None if rate else f"the peak rate of {devices[0].device_kind} is unknown"
     )
+
+
+def changes(lives: list[LiveMemory]) -> dict:
+    """By how much what is in use, and the pool, differ between moments of one device."""
+    devices, found = [live.devices[0] for live in lives], {}
+    for figure, name in (("bytes_in_use", "in_use"), ("pool_bytes", "pool")):
+        sizes = [getattr(device, figure) for device in devices]
+        found[f"{name}_change_bytes"] = None if None in sizes else max(sizes) - min(sizes)
+        if None in sizes:
+            reasons = (device.reasons.get(figure) for device in devices)
+            found["change_reason"] = next(filter(None, reasons), None)
+    return found
 
 
 def predict(case: Case, figures: dict, gpu: str) -> None:
@@ -213,6 +233,8 @@ def table(entries: list[dict]) -> str:
         shown = zip(forms, figures, strict=True)
         lines.append(case + ["-" if x is None else form.format(x) for form, x in shown])
         why = {e[key] for key in ("failure", "measured_reason", "absent_reason", "mfu_reason")}
+        grown = {name: e[f"{name}_change_bytes"] for name in ("in_use", "pool")}
+        why |= {f"steps allocate: {n} changed by {size} bytes" for n, size in grown.items() if size}
         reasons += [f"{' '.join(case)}: {'; '.join(sorted(why - {None}))}"] if why - {None} else []
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     rows = ["  ".join(map(str.rjust, line, widths)) for line in lines]

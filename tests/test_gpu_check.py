@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,11 @@ def test_the_plumbing_runs_with_little_installed(tmp_path):
         assert found["failure"] is None
         assert found["measured_bytes"] is None
         assert found["measured_reason"] == "the cpu backend reports no memory statistics"
+        assert found["pool"] == (
+            "--pool-fraction=0.9: no effect, because simulated devices have no pool"
+        )
+        assert (found["in_use_change_bytes"], found["pool_change_bytes"]) == (None, None)
+        assert found["change_reason"] == found["measured_reason"]
         assert (found["mfu"], found["mfu_reason"]) == (None, "the peak rate of cpu is unknown")
         assert (found["absent_bytes"], found["absent_reason"]) == (None, "the table has no cpu")
         tokens = case.batch_size * case.seq_len
@@ -114,9 +120,9 @@ def test_what_a_child_knew_before_it_failed_is_kept(monkeypatch, capsys):
     }
 
 
-def live(peak: int) -> LiveMemory:
+def live(peak: int, **more: int) -> LiveMemory:
     others = [f.name for f in dataclasses.fields(DeviceMemory)][1:-1]
-    figures = dict.fromkeys(others) | {"peak_bytes_in_use": peak}
+    figures = dict.fromkeys(others) | {"peak_bytes_in_use": peak} | more
     device = DeviceMemory(device="cuda:0", **figures, reasons={})
     return LiveMemory(devices=(device,), host_bytes=1, host_peak_bytes=1)
 
@@ -126,7 +132,7 @@ def test_the_measured_peak_is_that_of_the_steps(monkeypatch):
     monkeypatch.setattr(gpu_check, "dense_bf16_flops", lambda kind: 1e12)
     case = Case(model="nano", batch_size=1, seq_len=16, remat="full")
     for peaks, measured in (((100, 150), 150), ((150, 150), None)):
-        answers = iter(map(live, peaks))
+        answers = chain([live(peaks[0])], repeat(live(peaks[1])))
         monkeypatch.setattr(gpu_check, "live_memory", lambda _, answers=answers: next(answers))
         found: dict = {}
         gpu_check.measure(case, found, 1, "cpu")
@@ -136,6 +142,20 @@ def test_the_measured_peak_is_that_of_the_steps(monkeypatch):
             found["model_flops"] / (found["step_ms"] / 1000) / 1e12
         )
         assert found["mfu_reason"] is None
+
+
+def test_what_changes_after_the_second_step_is_told(monkeypatch):
+    """The set-up and the first step may be other than the rest."""
+    case, moments = Case(model="nano", batch_size=1, seq_len=16), [(1, 9), (5, 9), (7, 8), (7, 8)]
+    for later, expected in (((7, 8), (0, 0)), ((7, 10), (0, 2)), ((4, 8), (3, 0))):
+        sizes = [*moments[:3], later, moments[3]]
+        answers = iter([live(9, bytes_in_use=use, pool_bytes=pool) for use, pool in sizes])
+        monkeypatch.setattr(gpu_check, "live_memory", lambda _, answers=answers: next(answers))
+        found: dict = dict.fromkeys(FIGURES)
+        gpu_check.measure(case, found, 2, "cpu")
+        assert (found["in_use_change_bytes"], found["pool_change_bytes"]) == expected
+        printed = table([dataclasses.asdict(case) | found])
+        assert ("steps allocate" in printed) == (expected != (0, 0))
 
 
 def test_a_gpus_measurement_never_falls_back_to_the_cpu():

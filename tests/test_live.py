@@ -37,6 +37,8 @@ POOL = {
 class FakeDevice:
     """A device whose allocator says `stats`, or fails as that exception."""
 
+    device_kind, local_hardware_id = "made up", 0
+
     def __init__(self, stats, platform: str = "gpu", name: str = "cuda:0"):
         self.stats, self.platform, self.name = stats, platform, name
 
@@ -226,7 +228,8 @@ def test_without_proc_the_peak_is_that_of_getrusage(monkeypatch, tmp_path):
     assert live_memory([]).host_reason == memory.host_reason
 
 
-def test_capacity_is_the_least_limit_of_a_gpu():
+def test_capacity_is_the_least_limit_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(live, "gpu_memory_bytes", lambda device: None)
     devices = [FakeDevice(POOL), FakeDevice(POOL | {"bytes_limit": 1900})]
     assert live.capacity(devices) == (1900, None)
     known, reason = live.capacity([FakeDevice(POOL), FakeDevice(without("bytes_limit"))])

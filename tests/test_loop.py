@@ -10,16 +10,20 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 from conftest import TINY, mesh_of
 
 from experiments.train import summary
-from tpjax.config import ConfigError, DataConfig, MeshConfig, OptimConfig, TrainConfig
+from tpjax.config import ConfigError, DataConfig, MeshConfig, OptimConfig, PoolConfig, TrainConfig
+from tpjax.data import place
 from tpjax.loop import Diverged, OutOfMemory, train
 from tpjax.memory.advice import Advice
 from tpjax.memory.compiled import compile_lowered
+from tpjax.memory.live import live_memory
 from tpjax.memory.records import gib
 from tpjax.resolve import resolve
 from tpjax.step import lower_train_step
@@ -143,6 +147,89 @@ def test_running_out_of_memory_ends_in_the_ledger_and_three_changes(config, monk
     leaner = compile_lowered(*_lowered(split))
     assert sizes["--accumulate=4"] == gib(leaner.peak_bytes)
     assert leaner.peak_bytes < step.peak_bytes
+
+
+def test_flags_of_a_pool_are_said_to_do_nothing_on_simulated_devices(config, capsys):
+    pool = PoolConfig(pool_fraction=0.9, preallocate=False)
+    result = train(dataclasses.replace(config, pool=pool, steps=1))
+    said = "--pool-fraction=0.9 --no-preallocate: no effect, because simulated devices have no pool"
+    assert f"pool: {said}" in " ".join(capsys.readouterr().out.split())
+    rows = dict(zip(*(column.cells for column in summary(result).columns), strict=True))
+    assert rows["pool"] == said
+    assert json.loads(Path(config.out, "memory.json").read_text())["pool"] == said
+    assert train(dataclasses.replace(config, dry_run=True, out="")).memory.pool is None
+
+
+def test_every_step_after_the_first_allocates_nothing_new(config, monkeypatch):
+    """Seen from the loop, after each step: the state in the same buffers, and as many arrays
+    of as many bytes. Two batches are there at most, and those of evaluation come and go."""
+    states, arrays, batches = [], [], []
+
+    def count(devices):
+        alive = jax.live_arrays()
+        arrays.append((len(alive), sum(array.nbytes for array in alive)))
+        return live_memory(devices)
+
+    def count_batches(rows, mesh):
+        placed = place(rows, mesh)
+        tokens = [array for array in jax.live_arrays() if array.dtype == np.int32]
+        batches.append(sum(array.shape == (8, 32) for array in tokens) / 2)
+        return placed
+
+    def look_at_state(*of):
+        step = lower_train_step(*of).compile()
+
+        def run(state, batch):
+            states.append(pointers(state))
+            return step(state, batch)
+
+        run.memory_analysis = step.memory_analysis
+        return SimpleNamespace(compile=lambda: run)
+
+    def pointers(state) -> set[int]:
+        shards = [s for x in jax.tree.leaves(state) for s in x.addressable_shards]
+        return {shard.data.unsafe_buffer_pointer() for shard in shards}
+
+    monkeypatch.setattr("tpjax.loop.live_memory", count)
+    monkeypatch.setattr("tpjax.loop.place", count_batches)
+    monkeypatch.setattr("tpjax.loop.lower_train_step", look_at_state)
+    train(config)
+    assert len(states) == config.steps
+    assert all(state == states[0] for state in states)
+    steps = arrays[1 : config.steps - 1]  # the last one has no batch after it
+    assert len(set(steps)) == 1
+    assert max(batches) == 2
+
+
+@pytest.mark.parametrize(
+    ("ahead", "order"),
+    [
+        (0, "place step place logged step place logged step logged"),
+        (1, "place step place step logged place step logged logged"),
+    ],
+)
+def test_the_next_batch_is_placed_while_a_step_runs(config, monkeypatch, ahead, order):
+    """On simulated devices before the step is waited for, with nothing else queued behind it;
+    with a step ahead, as soon as the one before that is logged. On one device, where no
+    program waits for another."""
+    said = []
+
+    def saying(word: str, function):
+        return lambda *args: (said.append(word), function(*args))[1]
+
+    def say_steps(*of):
+        step = lower_train_step(*of).compile()
+        run = saying("step", step)
+        run.memory_analysis = step.memory_analysis
+        return SimpleNamespace(compile=lambda: run)
+
+    monkeypatch.setattr("tpjax.loop.place", saying("place", place))
+    monkeypatch.setattr("tpjax.loop.live_memory", saying("logged", live_memory))
+    monkeypatch.setattr("tpjax.loop.lower_train_step", say_steps)
+    monkeypatch.setattr("tpjax.loop._Run.steps_ahead", ahead)
+    monkeypatch.setattr("tpjax.loop.start_devices", lambda *_: jax.devices()[:1])
+    train(dataclasses.replace(config, mesh=MeshConfig(), steps=3, eval_every=0))
+    assert said[:9] == order.split()
 
 
 def test_other_errors_of_the_device_stay_what_they_are(config, monkeypatch):

@@ -87,17 +87,14 @@ class _Run:
         """
         return 0 if self.devices[0].platform == "cpu" else 1
 
-    def wait(self, results):
-        """`results`, once they are there where nothing may be sent ahead."""
-        return results if self.steps_ahead else jax.block_until_ready(results)
-
     def evaluate(self, params: dict) -> float:
-        """Mean loss over all held-out tokens: sums and counts, divided once."""
+        """Mean loss over all held-out tokens: sums and counts, divided once. One batch is there
+        at a time, beside the next step's."""
         whole = NamedSharding(self.mesh, P())
         totals = jax.device_put((np.float32(0), np.int32(0)), whole)
         for number in range(len(self.held_out)):
-            batch = place(self.held_out.rows(number), self.mesh)
-            totals = self.wait(self.eval_step(params, totals, batch))
+            totals = self.eval_step(params, totals, place(self.held_out.rows(number), self.mesh))
+            jax.block_until_ready(totals)
         loss, count = totals
         return float(loss) / int(count)
 
@@ -155,7 +152,7 @@ def _steps(run: _Run, log: RunLog) -> tuple[TrainState, float, float, float]:
     """All steps and evaluations: final state, last train and validation loss, and the
     seconds that the steps took."""
     try:
-        return _all_steps(run, run.wait(create_state(run.config, run.mesh)), log)
+        return _all_steps(run, jax.block_until_ready(create_state(run.config, run.mesh)), log)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

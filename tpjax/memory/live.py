@@ -118,7 +118,8 @@ class RunMemory:
 
     Attributes:
         parameters_bytes, moments_bytes: its shards of the train state.
-        compiled_peak_bytes: at the peak of the compiled step: state, batch, temporaries.
+        compiled_peak_bytes: at the peak of the compiled step: state, batch, temporaries. The
+            next batch, which is placed meanwhile, comes on top: 9 bytes a token.
         offloaded_bytes: in the host's pinned memory, of what the step would hold else.
         capacity_bytes: what the device's pool (or, for simulated devices, each one's share
             of the machine's memory) can hold; None where nobody says, with the reason.
