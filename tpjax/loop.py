@@ -21,7 +21,7 @@ from tpjax.data import EvalBatches, Tokenizer, TrainBatches, load_corpus, load_t
 from tpjax.generate import sample
 from tpjax.log import RunLog
 from tpjax.memory.advice import advise, explain_peak
-from tpjax.memory.compiled import compile_lowered, peak_bytes
+from tpjax.memory.compiled import compile_lowered, init_peak_bytes, peak_bytes
 from tpjax.memory.live import LiveMemory, RunMemory, capacity, check_pool, live_memory
 from tpjax.memory.records import gib
 from tpjax.mesh import make_mesh, start_devices
@@ -247,14 +247,18 @@ def _cannot_fit(run: _Run, memory: RunMemory) -> str:
 
 
 def _predicted(run: _Run) -> RunMemory:
-    """The peak is that of a training step, or of an evaluation beside the moments."""
+    """The peak is that of a training step, or of an evaluation beside the moments; or of making
+    the state, where all of it is on one device first."""
     state = abstract_state(run.config, run.mesh)
     moments_bytes = bytes_per_device(state.opt_state)
+    peaks = [peak_bytes(run.step), peak_bytes(run.eval_step) + moments_bytes]
+    if run.config.memory.init == "eager":
+        peaks.append(init_peak_bytes(run.config, run.mesh))
     capacity_bytes, reason = capacity(run.devices)
     return RunMemory(
         parameters_bytes=bytes_per_device(state.params),
         moments_bytes=moments_bytes,
-        compiled_peak_bytes=max(peak_bytes(run.step), peak_bytes(run.eval_step) + moments_bytes),
+        compiled_peak_bytes=max(peaks),
         capacity_bytes=capacity_bytes,
         capacity_reason=reason,
         live_peak_bytes=None,
