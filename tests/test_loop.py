@@ -18,7 +18,15 @@ import pytest
 from conftest import TINY, mesh_of
 
 from experiments.train import summary
-from tpjax.config import ConfigError, DataConfig, MeshConfig, OptimConfig, PoolConfig, TrainConfig
+from tpjax.config import (
+    ConfigError,
+    DataConfig,
+    MemoryConfig,
+    MeshConfig,
+    OptimConfig,
+    PoolConfig,
+    TrainConfig,
+)
 from tpjax.data import place
 from tpjax.loop import Diverged, OutOfMemory, train
 from tpjax.memory.advice import Advice
@@ -86,6 +94,18 @@ def test_a_dry_run_compiles_and_leaves_nothing(config):
     assert result.train_loss is None
     assert not Path(config.out).exists()
     assert "nothing was trained" in "".join(map(str, summary(result).columns[1].cells))
+
+
+def test_a_state_made_on_one_device_first_has_to_fit_there(config):
+    small = dataclasses.replace(
+        config, data=dataclasses.replace(config.data, batch_size=2, seq_len=8), dry_run=True
+    )
+    lazy = train(small).memory
+    eager = train(dataclasses.replace(small, memory=MemoryConfig(init="eager"))).memory
+    state = lazy.parameters_bytes + lazy.moments_bytes  # all but the norms' halved over tensor
+    assert lazy.compiled_peak_bytes < 2 * state
+    assert eager.compiled_peak_bytes > 2.9 * state
+    assert eager.parameters_bytes == lazy.parameters_bytes
 
 
 def test_memory_is_told_before_and_after(config, capsys):

@@ -21,7 +21,7 @@ from tpjax.data import EvalBatches, Tokenizer, TrainBatches, load_corpus, load_t
 from tpjax.generate import sample
 from tpjax.log import RunLog
 from tpjax.memory.advice import advise, explain_peak
-from tpjax.memory.compiled import compile_lowered, host_bytes, peak_bytes
+from tpjax.memory.compiled import compile_lowered, host_bytes, init_peak_bytes, peak_bytes
 from tpjax.memory.live import LiveMemory, RunMemory, capacity, check_pool, live_memory
 from tpjax.memory.records import gib
 from tpjax.mesh import make_mesh, start_devices
@@ -264,17 +264,21 @@ def _cannot_fit(run: _Run, memory: RunMemory) -> str:
 
 
 def _predicted(run: _Run) -> RunMemory:
-    """The peak is that of a training step, or of an evaluation beside the moments."""
+    """The peak is that of a training step, or of an evaluation beside the moments; or of making
+    the state, where all of it is on one device first."""
     state = abstract_state(run.config, run.mesh)
     moments_bytes = bytes_per_device(state.opt_state)
     sizes = run.step.memory_analysis()
     assert sizes is not None  # XLA reports them of every program
     moments_there = moments_bytes - sizes.host_argument_size_in_bytes
+    peaks = [peak_bytes(run.step), peak_bytes(run.eval_step) + moments_there]
+    if run.config.memory.init == "eager":
+        peaks.append(init_peak_bytes(run.config, run.mesh))
     capacity_bytes, reason = capacity(run.devices)
     return RunMemory(
         parameters_bytes=bytes_per_device(state.params),
         moments_bytes=moments_bytes,
-        compiled_peak_bytes=max(peak_bytes(run.step), peak_bytes(run.eval_step) + moments_there),
+        compiled_peak_bytes=max(peaks),
         offloaded_bytes=host_bytes(run.step),
         capacity_bytes=capacity_bytes,
         capacity_reason=reason,
