@@ -13,14 +13,15 @@ from tpjax.remat import repeated
 def model_flops(config: TrainConfig) -> float:
     """Of the forward and the backward pass, nothing computed twice: what utilisation is
     measured by (arXiv:2204.02311, appendix B). A causal half of the attention's scores."""
-    head = 2 * _tokens(config) * config.model.embed_dim * config.model.vocab_size
-    return 3 * (sum(_parts(config).values()) + head)
+    return 3 * (sum(_parts(config).values()) + _head(config))
 
 
 def repeated_flops(config: TrainConfig) -> float:
-    """Of what the remat policy has the backward pass compute again, on all devices."""
+    """Of what the remat policy has the backward pass compute again, on all devices, and of the
+    logits, which the layer-by-layer update makes again for the head's gradient."""
     times = repeated(config.memory)
-    return sum(times[part] * flops for part, flops in _parts(config).items())
+    layers = sum(times[part] * flops for part, flops in _parts(config).items())
+    return layers + (_head(config) if config.memory.update == "layerwise" else 0)
 
 
 def step_flops(config: TrainConfig) -> float:
@@ -30,6 +31,11 @@ def step_flops(config: TrainConfig) -> float:
 
 def _tokens(config: TrainConfig) -> float:
     return float(config.data.batch_size * config.data.seq_len)
+
+
+def _head(config: TrainConfig) -> float:
+    """Of the logits, forward."""
+    return 2 * _tokens(config) * config.model.embed_dim * config.model.vocab_size
 
 
 def _parts(config: TrainConfig) -> dict[str, float]:
