@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 BLOCK = 128  # elements of a block at most
@@ -110,11 +111,16 @@ def _split(x: Array, block: Block) -> Array:
     shape, spec = list(x.shape), list(_spec(x))
     shape[block.axis : block.axis + 1] = [shape[block.axis] // block.size, block.size]
     spec.insert(block.axis + 1, None)
-    return jax.lax.reshape(x, shape, out_sharding=P(*spec))
+    return jax.lax.reshape(x, shape, out_sharding=_placed(x, spec))
 
 
 def _join(x: Array, like: Array) -> Array:
-    return jax.lax.reshape(x, like.shape, out_sharding=P(*_spec(like)))
+    return jax.lax.reshape(x, like.shape, out_sharding=_placed(like, _spec(like)))
+
+
+def _placed(like: Array, spec: Sequence) -> NamedSharding:
+    """A spec on the mesh that `like` is on, which may be none at all."""
+    return NamedSharding(jax.typeof(like).sharding.mesh, P(*spec))
 
 
 def _spec(x: Array) -> tuple:
@@ -149,7 +155,7 @@ def slots(params, dtype):
     def one(leaf):
         if not isinstance(leaf, Int8):
             return leaf
-        return jnp.zeros(leaf.shape, dtype, out_sharding=P(*_spec(leaf.codes)))
+        return jnp.zeros(leaf.shape, dtype, out_sharding=jax.typeof(leaf.codes).sharding)
 
     return jax.tree.map(one, params, is_leaf=is_int8)
 
