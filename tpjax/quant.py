@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 BLOCK = 128  # elements of a block at most
 MAX_SHARDS = 16  # of an axis of which nothing else is said
-_TINY = jnp.finfo(jnp.float32).tiny  # divides instead of the scale of a block of zeros
+_TINY = jnp.finfo(jnp.float32).tiny  # the least scale: that of zeros, and of what is near it
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,9 @@ def quantise(x: Array, block: Block, noise: Array | float = 0.5, *, signed: bool
     """
     levels, dtype = (127, jnp.int8) if signed else (255, jnp.uint8)
     blocks = _split(x, block)
-    scales = jnp.max(jnp.abs(blocks), block.axis + 1, keepdims=True) / levels
-    scaled = _join(blocks / jnp.maximum(scales, _TINY), x)
+    largest = jnp.max(jnp.abs(blocks), block.axis + 1, keepdims=True)
+    scales = jnp.maximum(largest / levels, _TINY)
+    scaled = _join(blocks / scales, x)
     codes = jnp.clip(jnp.floor(scaled + noise), -levels if signed else 0, levels)
     return Int8(codes.astype(dtype), jnp.squeeze(scales, block.axis + 1))
 
