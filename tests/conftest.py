@@ -30,6 +30,7 @@ from tpjax.config import (
 )
 from tpjax.data import place
 from tpjax.mesh import make_mesh
+from tpjax.optim import AdamState
 from tpjax.resolve import resolve
 from tpjax.state import Batch, TrainState, abstract_state, create_state
 
@@ -98,14 +99,20 @@ def initial_state(config: TrainConfig, mesh: Mesh) -> TrainState:
     """A new state on the mesh. Made once on one device, since every mesh starts from the
     same bits (a test of its own)."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, mesh))
-    memory = (config.memory.params, config.memory.moments)
+    memory = (config.memory.params, config.memory.moments, config.memory.compute)
     return jax.device_put(_state_on_one_device(config.model, *memory), shardings)
 
 
 @lru_cache
-def _state_on_one_device(model: ModelConfig, params: str, moments: str) -> TrainState:
-    config = tiny_config(model=model, params=params, moments=moments)
+def _state_on_one_device(model: ModelConfig, params: str, moments: str, compute: str) -> TrainState:
+    config = tiny_config(model=model, params=params, moments=moments, compute=compute)
     return to_numpy(create_state(config, mesh_of(config)))
+
+
+def adam_states(state: TrainState) -> dict[str, AdamState]:
+    """Adam's memory of each part of the parameters: the rest, every table, the blocks."""
+    tables = {name: table[0] for name, table in state.opt_state["tables"].items()}
+    return {"rest": state.opt_state["rest"][0], **tables, "blocks": state.opt_state["blocks"][0]}
 
 
 def random_rows(config: TrainConfig, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

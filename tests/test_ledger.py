@@ -114,6 +114,7 @@ def test_state_and_batch_by_hand(mesh, remat):
     moments = {}
     for name, size in expected.items():
         part = "blocks" if name.startswith("blocks.") else "rest"
+        part = f"tables.{name}" if name in ("embedding", "head") else part
         for moment in ("mu", "nu"):
             tail = name.removeprefix("blocks.")
             moments[f"state.opt_state.{part}[0].{moment}.{tail}"] = size

@@ -307,7 +307,7 @@ def test_a_replicated_embedding_and_a_state_that_is_not_donated_are_found():
     config = run("tensor=4", remat="full", donate=False, embedding="replicated")
     findings = report_run(config, gpu="h100").findings
     replicated = {f.name: f for f in findings if f.rule == "replicated"}
-    moments = "state.opt_state.rest[0]"
+    moments = "state.opt_state.tables.embedding[0]"
     tables = ["state.params.embedding", f"{moments}.mu.embedding", f"{moments}.nu.embedding"]
     assert sorted(replicated) == sorted(tables)
     assert {f.bytes for f in replicated.values()} == {V * D * 4 * 3 // 4}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import TINY, mesh_of, tiny_config
 
-from tpjax.loss import next_token_loss
+from tpjax.loss import loss_and_x_gradient, next_token_loss
 from tpjax.sharding import activation_spec, residual_spec, weight_spec
 
 V = TINY.padded_vocab_size
@@ -30,21 +30,24 @@ def whole(x, head, targets, valid):
     return (lse - picked)[valid].sum(), dx, dhead
 
 
-def ours(mesh_text, x, head, targets, valid, chunks, sequence_parallel):
+def ours(mesh_text, x, head, targets, valid, chunks, sequence_parallel, scale=1.0):
     mesh = mesh_of(tiny_config(mesh_text))
     with jax.set_mesh(mesh):
         x = jax.device_put(x, residual_spec(sequence_parallel))
         head = jax.device_put(head, weight_spec("VD"))
         targets, valid = (jax.device_put(a, activation_spec("BT")) for a in (targets, valid))
+        scale = jnp.float32(scale)
         loss = partial(
             next_token_loss,
             vocab_size=TINY.vocab_size,
             chunks=chunks,
             sequence_parallel=sequence_parallel,
         )
-        both = jax.jit(jax.value_and_grad(lambda x, h: loss(x, h, targets, valid), argnums=(0, 1)))
+        both = jax.jit(
+            jax.value_and_grad(lambda x, h: loss(x, h, targets, valid, scale), argnums=(0, 1))
+        )
         value, (dx, dhead) = both(x, head)
-        alone = jax.jit(loss)(x, head, targets, valid)
+        alone = jax.jit(loss)(x, head, targets, valid, scale)
     assert float(alone) == pytest.approx(float(value), rel=1e-6)
     return float(value), np.asarray(dx), np.asarray(dhead)
 
@@ -76,6 +79,30 @@ def test_value_and_gradients_equal_the_plain_way(mesh, chunks, sequence_parallel
     np.testing.assert_allclose(dx, expected_dx, atol=2e-5)
     np.testing.assert_allclose(dhead, expected_dhead, atol=5e-5)
     assert (dhead[TINY.vocab_size :] == 0).all()  # padding has no probability
+
+
+def test_the_scale_multiplies_loss_and_gradients():
+    args = inputs()
+    one = ours("tensor=4", *args, 4, True)
+    for a, b in zip(ours("tensor=4", *args, 4, True, scale=0.25), one, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), 0.25 * np.asarray(b))
+
+
+@pytest.mark.parametrize("mesh", ["tensor=4", "data=2,fsdp=2,tensor=2"])
+def test_the_gradient_in_x_alone_comes_with_the_log_sum_exp(mesh):
+    x, head, targets, valid = args = inputs()
+    value, dx, _ = ours(mesh, *args, 4, True, scale=0.25)
+    with jax.set_mesh(mesh_of(tiny_config(mesh))):
+        x_BTD = jax.device_put(x, residual_spec(True))
+        head_VD = jax.device_put(head, weight_spec("VD"))
+        tokens = [jax.device_put(a, activation_spec("BT")) for a in (targets, valid)]
+        found = jax.jit(loss_and_x_gradient, static_argnums=(5, 6, 7))(
+            x_BTD, head_VD, *tokens, jnp.float32(0.25), TINY.vocab_size, 4, True
+        )
+    assert float(found[0]) == value
+    np.testing.assert_array_equal(np.asarray(found[1]), dx)
+    logits = np.asarray(x, np.float64) @ np.asarray(head, np.float64)[: TINY.vocab_size].T
+    np.testing.assert_allclose(found[2], np.log(np.exp(logits).sum(-1)), rtol=1e-6)
 
 
 def test_targets_that_do_not_count_may_be_anything():

@@ -54,7 +54,7 @@ def test_loss_and_gradient_equal_numpy(model, mesh):
     params = scaled_up(to_numpy(initial))
     rows = random_rows(config)
     with jax.set_mesh(grid):
-        loss, gradients = jax.jit(lambda p, b: loss_and_gradients(config, p, b))(
+        loss, gradients = jax.jit(lambda p, b: loss_and_gradients(config, p, b, jnp.float32(1)))(
             jax.device_put(params, shardings), place(rows, grid)
         )
     exact = jax.tree.map(lambda p: p.astype(np.float64), params)

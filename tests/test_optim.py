@@ -11,9 +11,16 @@ from conftest import TINY_GPT2, initial_state, mesh_of, tiny_config
 
 from tpjax import optim
 from tpjax.config import OptimConfig
-from tpjax.precision import stochastic_round
+from tpjax.moments import Plain
+from tpjax.optim import Application
+from tpjax.precision import noise, stochastic_round
 
 KEY = jax.random.key(0)
+
+
+def whole(key) -> Application:
+    """A gradient applied as it is."""
+    return Application(key, jnp.float32(1), jnp.bool_(True))
 
 
 def test_equals_optax_in_float32():
@@ -21,12 +28,12 @@ def test_equals_optax_in_float32():
     rng = np.random.default_rng(0)
     params = {"q": jnp.asarray(rng.standard_normal((4, 3, 5)), jnp.float32)}
     params = {"blocks": params, "embedding": jnp.ones((7, 2))}
-    ours = optim.make_optimizer(config, 10, jnp.dtype(jnp.float32))
+    ours = optim.make_optimizer(config, 10)
     theirs = optax.adamw(optim.schedule(config, 10), b1=0.9, b2=0.95, weight_decay=0.3)
     state, their_state, their_params = optim.init(ours, params), theirs.init(params), params
     for number in range(5):
         gradients = jax.tree.map(lambda p, n=number: jnp.sin(p * (n + 1)), params)
-        params, state = optim.update(ours, gradients, state, params, KEY)
+        params, state = optim.update(ours, gradients, state, params, whole(KEY), 1)
         updates, their_state = theirs.update(gradients, their_state, their_params)
         their_params = optax.apply_updates(their_params, updates)
         gradients = None
@@ -65,23 +72,28 @@ def test_clipping_by_hand():
     assert float(optim.clip_scale(jnp.float32(0), 1.0)) == 1.0
 
 
+def bits(like) -> jax.Array:
+    return noise(KEY, like)[0]
+
+
 def test_stochastic_rounding_is_right_on_average():
     """Between two neighbours the upper one comes as often as the fraction says."""
     low, high = 1.0, 1.0 + 2.0**-7  # neighbours in bfloat16
     for fraction in (0.1, 0.5, 0.9):
         value = jnp.full((100_000,), low + fraction * (high - low))
-        rounded = np.asarray(stochastic_round(value, KEY), np.float64)
+        rounded = np.asarray(stochastic_round(value, bits(value)), np.float64)
         assert set(rounded) == {low, high}
         assert (rounded == high).mean() == pytest.approx(fraction, abs=0.006)
     exact = jnp.asarray([0.0, 1.0, -2.5, 2.0**100, jnp.inf, -jnp.inf])
-    np.testing.assert_array_equal(stochastic_round(exact, KEY).astype(jnp.float32), exact)
-    assert np.isnan(float(stochastic_round(jnp.float32(jnp.nan), KEY)))
+    np.testing.assert_array_equal(stochastic_round(exact, bits(exact)).astype(jnp.float32), exact)
+    nan = jnp.float32(jnp.nan)
+    assert np.isnan(float(stochastic_round(nan, bits(nan))))
 
 
 def test_bf16_weights_near_one_move_by_small_updates_and_decay():
     """Updates of a hundredth of a bf16 step: rounded to nearest they would all be lost."""
     config = OptimConfig(lr=1e-4, min_lr=1e-4, warmup=0, weight_decay=0.5, clip=0)
-    optimizer = optim.make_optimizer(config, 1000, jnp.dtype(jnp.float32))
+    optimizer = optim.make_optimizer(config, 1000)
     weights = {"blocks": {"up": jnp.ones((2, 100, 50), jnp.bfloat16)}}
     state = optim.init(optimizer, weights)
 
@@ -89,7 +101,7 @@ def test_bf16_weights_near_one_move_by_small_updates_and_decay():
     def step(weights, state, number):
         gradients = jax.tree.map(jnp.ones_like, weights)
         key = jax.random.fold_in(KEY, number)
-        return optim.update(optimizer, gradients, state, weights, key)
+        return optim.update(optimizer, gradients, state, weights, whole(key), 1)
 
     for number in range(100):
         weights, state = step(weights, state, number)
@@ -104,7 +116,7 @@ def test_bf16_weights_near_one_move_by_small_updates_and_decay():
 
 def test_bf16_moments_keep_their_mean_and_float32_arithmetic():
     """nu moves by a thousandth per step, less than bf16 resolves."""
-    adam = optim.scale_by_adam(0.9, 0.999, 1e-8, jnp.dtype(jnp.bfloat16))
+    adam = optim.scale_by_adam(0.9, 0.999, 1e-8, lambda path, leaf: Plain(jnp.dtype(jnp.bfloat16)))
     params = jnp.zeros((20_000,), jnp.bfloat16)
     state = adam.init(params)
     assert state.nu.dtype == jnp.bfloat16

@@ -14,6 +14,7 @@ from conftest import (
     TINY,
     TINY_GPT2,
     TINY_QWEN,
+    adam_states,
     initial_state,
     largest_difference,
     mesh_of,
@@ -25,6 +26,7 @@ from conftest import (
 from tpjax.config import MeshConfig, ModelConfig, OptimConfig
 from tpjax.memory.compiled import absent_devices, init_peak_bytes, peak_bytes
 from tpjax.mesh import make_mesh
+from tpjax.optim import split
 from tpjax.sharding import bytes_per_device
 from tpjax.state import abstract_state, create_state, lower_init
 from tpjax.step import loss_and_gradients, lower_eval_step, lower_train_step, train_step
@@ -50,8 +52,9 @@ def check_equals_one_device(config) -> None:
     curve, state = three_steps(config)
     expected_curve, expected = on_one_device(config.model)
     np.testing.assert_allclose(curve, expected_curve, rtol=3e-6)
-    for part in ("rest", "blocks"):
-        ours, theirs = state.opt_state[part][0], expected.opt_state[part][0]
+    theirs_by_part = adam_states(expected)
+    for part, ours in adam_states(state).items():
+        theirs = theirs_by_part[part]
         assert largest_difference(theirs.mu, ours.mu) < 1e-5
         assert largest_difference(theirs.nu, ours.nu) < 1e-5
     # Adam divides by a gradient's size: where that is rounding noise only (the bias of
@@ -204,14 +207,15 @@ def test_traced_once_over_three_steps():
 def test_moments_are_sharded_as_their_parameters():
     config = tiny_config("data=2,fsdp=2,tensor=2", params="bf16", moments="fp32")
     state = abstract_state(config, mesh_of(config))
-    for part, params in (
-        ("blocks", state.params["blocks"]),
-        ("rest", {k: v for k, v in state.params.items() if k != "blocks"}),
-    ):
-        for moments in (state.opt_state[part][0].mu, state.opt_state[part][0].nu):
+    parts, states = split(state.params), adam_states(state)
+    of_part = {"rest": parts.rest, "blocks": parts.blocks}
+    of_part |= {name: {name: table} for name, table in parts.tables.items()}
+    assert of_part.keys() == states.keys() == {"rest", "embedding", "blocks"}
+    for part, params in of_part.items():
+        for moments in (states[part].mu, states[part].nu):
             pairs = zip(jax.tree.leaves(params), jax.tree.leaves(moments), strict=True)
             assert all(p.sharding == m.sharding and m.dtype == jnp.float32 for p, m in pairs)
-    assert state.opt_state["blocks"][0].step.shape == (TINY.num_layers,)
+    assert states["blocks"].step.shape == (TINY.num_layers,)
     matrices = [leaf for leaf in jax.tree.leaves(state.params["blocks"]) if leaf.ndim > 2]
     assert all(m.sharding.shard_shape(m.shape) != m.shape for m in matrices)
 
@@ -305,7 +309,7 @@ def test_gradients_are_clipped_to_the_norm():
     step, state = lower_train_step(config, mesh).compile(), initial_state(config, mesh)
     state, metrics = step(state, random_batch(config, mesh))
     assert float(metrics["grad_norm"]) > 0.1
-    mu = flat(to_numpy([state.opt_state[part][0].mu for part in ("rest", "blocks")]))
+    mu = flat(to_numpy([part.mu for part in adam_states(state).values()]))
     assert np.linalg.norm(mu) == pytest.approx(0.1 * 0.01, rel=1e-4)
 
 

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 BLOCK = 128  # elements of a block at most
 MAX_SHARDS = 16  # of an axis of which nothing else is said
-_TINY = jnp.finfo(jnp.float32).tiny  # divides instead of the scale of a block of zeros
+_TINY = jnp.finfo(jnp.float32).tiny  # the least scale: that of zeros, and of what is near it
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,9 @@ def quantise(x: Array, block: Block, noise: Array | float = 0.5, *, signed: bool
     """
     levels, dtype = (127, jnp.int8) if signed else (255, jnp.uint8)
     blocks = _split(x, block)
-    scales = jnp.max(jnp.abs(blocks), block.axis + 1, keepdims=True) / levels
-    scaled = _join(blocks / jnp.maximum(scales, _TINY), x)
+    largest = jnp.max(jnp.abs(blocks), block.axis + 1, keepdims=True)
+    scales = jnp.maximum(largest / levels, _TINY)
+    scaled = _join(blocks / scales, x)
     codes = jnp.clip(jnp.floor(scaled + noise), -levels if signed else 0, levels)
     return Int8(codes.astype(dtype), jnp.squeeze(scales, block.axis + 1))
 
@@ -110,11 +112,16 @@ def _split(x: Array, block: Block) -> Array:
     shape, spec = list(x.shape), list(_spec(x))
     shape[block.axis : block.axis + 1] = [shape[block.axis] // block.size, block.size]
     spec.insert(block.axis + 1, None)
-    return jax.lax.reshape(x, shape, out_sharding=P(*spec))
+    return jax.lax.reshape(x, shape, out_sharding=_placed(x, spec))
 
 
 def _join(x: Array, like: Array) -> Array:
-    return jax.lax.reshape(x, like.shape, out_sharding=P(*_spec(like)))
+    return jax.lax.reshape(x, like.shape, out_sharding=_placed(like, _spec(like)))
+
+
+def _placed(like: Array, spec: Sequence) -> NamedSharding:
+    """A spec on the mesh that `like` is on, which may be none at all."""
+    return NamedSharding(jax.typeof(like).sharding.mesh, P(*spec))
 
 
 def _spec(x: Array) -> tuple:
@@ -149,7 +156,7 @@ def slots(params, dtype):
     def one(leaf):
         if not isinstance(leaf, Int8):
             return leaf
-        return jnp.zeros(leaf.shape, dtype, out_sharding=P(*_spec(leaf.codes)))
+        return jnp.zeros(leaf.shape, dtype, out_sharding=jax.typeof(leaf.codes).sharding)
 
     return jax.tree.map(one, params, is_leaf=is_int8)
 

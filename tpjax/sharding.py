@@ -10,6 +10,7 @@ import math
 
 import jax
 from jax import Array
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tpjax.mesh import BATCH, TENSOR
@@ -45,13 +46,13 @@ def deal(x: Array, parts: int) -> Array:
     """[n, …] → [n / parts, parts, …]: rows dealt out in turn, so that every part lies on all
     devices as the whole does and none moves."""
     shape, (first, *others) = (x.shape[0] // parts, parts, *x.shape[1:]), _spec(x)
-    return jax.lax.reshape(x, shape, out_sharding=P(first, None, *others))
+    return jax.lax.reshape(x, shape, out_sharding=_placed(x, first, None, *others))
 
 
 def undeal(x: Array) -> Array:
     """`deal` undone."""
     shape, (first, _, *others) = (x.shape[0] * x.shape[1], *x.shape[2:]), _spec(x)
-    return jax.lax.reshape(x, shape, out_sharding=P(first, *others))
+    return jax.lax.reshape(x, shape, out_sharding=_placed(x, first, *others))
 
 
 def fetch(x: Array) -> Array:
@@ -64,6 +65,11 @@ def beside(x: Array, other: Array) -> Array:
     """`x` in the memory that `other` is in, the device's or its host's."""
     in_host = jax.typeof(other).memory_space == jax.memory.Space.Host
     return jax.device_put(x, jax.memory.Space.Host) if in_host else x
+
+
+def _placed(x: Array, *spec) -> NamedSharding:
+    """A spec on the mesh that `x` is on, which may be none at all."""
+    return NamedSharding(jax.typeof(x).sharding.mesh, P(*spec))
 
 
 def _spec(x: Array) -> tuple:
