@@ -31,8 +31,6 @@ from tpjax.precision import DTYPES
 from tpjax.sharding import activation_spec, deal, fetch, undeal
 from tpjax.state import Batch, TrainState, graph, optimizer_of
 
-Block = Callable[[dict, Array], Array]  # (one layer's parameters, x_BTD) → x_BTD
-
 
 def clip_per_part(config: TrainConfig) -> float:
     """The greatest norm of each layer's gradient, of each part of a table's and of the
