@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tpjax import precision, quant
 from tpjax.quant import Block, Int8
@@ -61,9 +63,7 @@ class Blocks:
     block: Block
 
     def zeros(self, param: Array) -> tuple[Any, Any]:
-        zeros = jnp.zeros_like(param, jnp.float32)
-        first = quant.quantise(zeros, self.block)
-        return first, quant.quantise(zeros, self.block, signed=False)
+        return quant.zeros(param, self.block), quant.zeros(param, self.block, signed=False)
 
     def step(self, g: Array, mu: Int8, nu: Int8, rates: Rates, key: Array):
         second = jnp.square(quant.dequantise(nu))
@@ -97,8 +97,18 @@ class Factored:
     is_table: bool = False
 
     def zeros(self, param: Array) -> tuple[Any, Any]:
-        zeros = jnp.zeros_like(param, jnp.float32)
-        return quant.quantise(zeros, self.block), self._means(zeros)
+        sharding, cut = (
+            jax.typeof(param).sharding,
+            1 if self.is_table else factored_cut(param.shape),
+        )
+        rows, columns = (
+            jnp.zeros(shape, jnp.float32, out_sharding=NamedSharding(sharding.mesh, P(*spec)))
+            for shape, spec in (
+                (param.shape[:cut], sharding.spec[:cut]),
+                (param.shape[cut:], sharding.spec[cut:]),
+            )
+        )
+        return quant.zeros(param, self.block), Factors(rows, None if self.is_table else columns)
 
     def _means(self, x: Array) -> Factors:
         if self.is_table:

@@ -100,6 +100,15 @@ def quantise(x: Array, block: Block, noise: Array | float = 0.5, *, signed: bool
     return Int8(codes.astype(dtype), jnp.squeeze(scales, block.axis + 1))
 
 
+def zeros(like: Array, block: Block, *, signed: bool = True) -> Int8:
+    """What `quantise` makes of zeros with the shape and sharding of `like`. (Told to quantise
+    them, XLA would do so while it compiles, and take minutes.)"""
+    shape = list(like.shape)
+    shape[block.axis] //= block.size
+    scales = jnp.full(shape, _TINY, jnp.float32, out_sharding=jax.typeof(like).sharding)
+    return Int8(jnp.zeros_like(like, jnp.int8 if signed else jnp.uint8), scales)
+
+
 def dequantise(x: Int8) -> Array:
     """The values, float32."""
     block = x.block
