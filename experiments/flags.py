@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
-from tpjax.config import ConfigError, MeshConfig, ModelConfig, TrainConfig, nearest
+from tpjax.config import ConfigError, MeshConfig, ModelConfig, TrainConfig, nearest, require
 from tpjax.presets import preset, preset_names, preset_run
 
 T = TypeVar("T")
@@ -67,6 +69,16 @@ def fail(message: str, status: int = 2) -> NoReturn:
     """Ends the process with the message and a status; 2 is for wrong input."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(status)
+
+
+def check_writable(*paths: str) -> None:
+    """Refuses files that cannot be written, before there is anything to write; "" is none."""
+    for path in map(Path, filter(None, paths)):
+        folder = path.absolute().parent
+        require(folder.is_dir(), f"{path} cannot be written: there is no folder {folder}.")
+        require(not path.is_dir(), f"{path} cannot be written: it is a folder.")
+        writable = os.access(path if path.exists() else folder, os.W_OK)
+        require(writable, f"{path} cannot be written: no permission.")
 
 
 def _hyphens(arg: str) -> str:
@@ -131,7 +143,7 @@ def _registry() -> ConstructorRegistry:
 
     @registry.primitive_rule
     def mesh(info):
-        if info.type != (MeshConfig | None):
+        if info.type not in (MeshConfig, MeshConfig | None):
             return None
         return PrimitiveConstructorSpec(
             nargs=1,

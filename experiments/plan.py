@@ -9,7 +9,6 @@ Takes the flags of experiments.train; --corpus, --out and the like change nothin
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from experiments import screen
-from experiments.flags import fail, parse
+from experiments.flags import check_writable, fail, parse
 from tpjax.config import ConfigError, MeshConfig, TrainConfig, require
 from tpjax.flops import model_flops
 from tpjax.gpus import GPUS
@@ -54,12 +53,7 @@ class Plan:
             not self.timeline or Path(self.timeline).suffix in (".png", ".html"),
             f"timeline={self.timeline} must end in .png or .html.",
         )
-        for path in map(Path, filter(None, (self.json, self.timeline))):
-            folder = path.absolute().parent
-            require(folder.is_dir(), f"{path} cannot be written: there is no folder {folder}.")
-            require(not path.is_dir(), f"{path} cannot be written: it is a folder.")
-            writable = os.access(path if path.exists() else folder, os.W_OK)
-            require(writable, f"{path} cannot be written: no permission.")
+        check_writable(self.json, self.timeline)
 
 
 def main() -> None:

@@ -13,6 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tpjax.memory.advice import Advice
+from tpjax.memory.chart import COLUMNS, cells, notes
+from tpjax.memory.ladder import Row
 from tpjax.memory.policies import Policy
 from tpjax.memory.records import Collective, MemoryReport, gib
 from tpjax.memory.timing import Roofline
@@ -143,6 +145,20 @@ def roofline(found: Roofline | None) -> RenderableType:
             busiest = seconds == found.seconds
             table.add_row(f"[bold]{name}[/] ←" if busiest else name, f"{seconds:.3f}")
     return table
+
+
+def ladder(rows: Sequence[Row], title: str) -> Group:
+    """Rungs with those before them, rungs alone, and what the columns mean."""
+    parts: list[RenderableType] = []
+    for alone, said in ((False, "each with those before it"), (True, "each alone")):
+        table = _table(f"{escape(title)}: {said}", *COLUMNS)
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for row in rows:
+            if row.rung.alone == alone:
+                table.add_row(*map(escape, cells(row)))
+        parts.append(table)
+    return Group(*parts, *map(Text, notes(rows)))
 
 
 def _flop(flops: float) -> str:

@@ -36,6 +36,8 @@ RANKS = [
     {"memory.loops", "memory.advice", "memory.timing"},
     {"memory.lint"},
     {"memory.explain"},
+    {"memory.ladder"},
+    {"memory.chart"},
     {"log"},
     {"loop"},
 ]
