@@ -90,14 +90,22 @@ def test_other_families_equal_one_device(model):
     check_equals_one_device(tiny_config("data=2,fsdp=2,tensor=2", model=model))
 
 
-def test_low_precision_steps_round_alike_on_every_mesh():
-    """bf16 parameters and moments: the same bits, but where sums in another order
-    have tipped a rounding."""
-    settings = {"params": "bf16", "moments": "bf16"}
+@pytest.mark.parametrize(
+    ("params", "moments"), [("bf16", "bf16"), ("int8", "int8"), ("int8", "factored")]
+)
+def test_low_precision_steps_round_alike_on_every_mesh(params, moments):
+    """The same bits, but where sums in another order have tipped a rounding."""
+    settings = {"params": params, "moments": moments}
     _, one = three_steps(tiny_config(**settings))
     _, many = three_steps(tiny_config("fsdp=2,tensor=2", **settings))
-    assert one.params["embedding"].dtype == jnp.bfloat16
-    assert (flat(one.params) == flat(many.params)).mean() > 0.985
+    dtype = jnp.dtype(jnp.bfloat16 if params == "bf16" else jnp.int8)
+    for part in ("params", "opt_state"):
+        ours, theirs = (
+            flat([leaf for leaf in jax.tree.leaves(getattr(s, part)) if leaf.dtype == dtype])
+            for s in (one, many)
+        )
+        assert len(ours) > 10_000
+        assert (ours == theirs).mean() > 0.985
 
 
 def test_rounding_depends_on_seed_and_step():
@@ -124,7 +132,17 @@ def _like(leaf: jax.Array, value: int) -> jax.Array:
     return jax.device_put(np.asarray(value, leaf.dtype), leaf.sharding)
 
 
-@pytest.mark.parametrize("settings", [{}, {"params": "bf16"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"params": "bf16"},
+        {"params": "int8", "moments": "int8"},
+        {"params": "int8", "moments": "factored"},
+        {"params": "int8", "moments": "int8", "update": "layerwise", "remat": "full", "split": 2},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())) or "fp32",
+)
 def test_every_buffer_of_the_state_is_reused(settings):
     config = tiny_config("fsdp=2,tensor=2", **settings)
     mesh = mesh_of(config)
