@@ -104,7 +104,7 @@ def test_copies_of_the_tables_start_and_learn_as_shards_do(mesh, model):
         params = create_state(config, grid).params
         with jax.set_mesh(grid):
             batch = random_batch(config, grid)
-            return params, jax.jit(partial(loss_and_gradients, config))(params, batch)[1]
+            return params, jax.jit(partial(loss_and_gradients, config))(params, batch, 1.0)[1]
 
     (sharded, expected), (copied, gradients) = of("sharded"), of("replicated")
     tables = {"embedding"} if model.tie_embeddings else {"embedding", "head"}
@@ -116,17 +116,28 @@ def test_copies_of_the_tables_start_and_learn_as_shards_do(mesh, model):
             assert like[name].sharding.shard_shape(shape)[0] == shape[0] // (4 // fsdp)
         jax.tree.map(np.testing.assert_array_equal, to_numpy(tree), to_numpy(like))
     moments = abstract_state(tiny_config(mesh, embedding="replicated"), mesh_of(tiny_config(mesh)))
-    assert moments.opt_state["rest"][0].nu["embedding"].sharding == copied["embedding"].sharding
+    assert (
+        moments.opt_state["tables"]["embedding"][0].nu["embedding"].sharding
+        == copied["embedding"].sharding
+    )
 
 
-def test_low_precision_steps_round_alike_on_every_mesh():
-    """bf16 parameters and moments: the same bits, but where sums in another order
-    have tipped a rounding."""
-    settings = {"params": "bf16", "moments": "bf16"}
+@pytest.mark.parametrize(
+    ("params", "moments"), [("bf16", "bf16"), ("int8", "int8"), ("int8", "factored")]
+)
+def test_low_precision_steps_round_alike_on_every_mesh(params, moments):
+    """The same bits, but where sums in another order have tipped a rounding."""
+    settings = {"params": params, "moments": moments}
     _, one = three_steps(tiny_config(**settings))
     _, many = three_steps(tiny_config("fsdp=2,tensor=2", **settings))
-    assert one.params["embedding"].dtype == jnp.bfloat16
-    assert (flat(one.params) == flat(many.params)).mean() > 0.985
+    dtype = jnp.dtype(jnp.bfloat16 if params == "bf16" else jnp.int8)
+    for part in ("params", "opt_state"):
+        ours, theirs = (
+            flat([leaf for leaf in jax.tree.leaves(getattr(s, part)) if leaf.dtype == dtype])
+            for s in (one, many)
+        )
+        assert len(ours) > 10_000
+        assert (ours == theirs).mean() > 0.985
 
 
 def test_rounding_depends_on_seed_and_step():
@@ -154,7 +165,17 @@ def _like(leaf: jax.Array, value: int) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"params": "bf16"}, {"embedding": "replicated"}, {"init": "eager"}]
+    "settings",
+    [
+        {},
+        {"params": "bf16"},
+        {"embedding": "replicated"},
+        {"init": "eager"},
+        {"params": "int8", "moments": "int8"},
+        {"params": "int8", "moments": "factored"},
+        {"params": "int8", "moments": "int8", "update": "layerwise", "remat": "full", "split": 2},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())) or "fp32",
 )
 def test_every_buffer_of_the_state_is_reused(settings):
     config = tiny_config("fsdp=2,tensor=2", **settings)
