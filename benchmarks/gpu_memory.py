@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -33,7 +34,7 @@ STATES = {
 }
 REMAT = ("none", "dots", "attention", "full")
 
-_BF16 = {"params": "bf16", "moments": "int8", "remat": "full"}
+_BF16: dict[str, Any] = {"params": "bf16", "moments": "int8", "remat": "full"}
 _LAYERWISE = _BF16 | {"update": "layerwise"}
 _INT8 = _LAYERWISE | {"params": "int8"}
 LEAN = {
