@@ -214,7 +214,7 @@ ROWS = [
 
 
 def test_cells_say_what_the_figures_are():
-    first, last = Row(rung=rungs()[0], figures=figures(0, fits=False)), ROWS[7]
+    first, last = Row(rung=rungs()[0], figures=figures(0, fits=False, flops=1.5e15)), ROWS[7]
     assert dict(zip(COLUMNS, cells(first), strict=True)) == {
         "rung": "none",
         "total GB": "80.00",
@@ -222,7 +222,7 @@ def test_cells_say_what_the_figures_are():
         "peak": "18.63 GiB ✗",
         "host": "–",
         "peak at init": "1.00 GiB",
-        "TFLOP per step": "0",
+        "TFLOP per step": "1,500",
         "sent per step": "0 B",
         "s per step, at least": "0.0123",
         "lecture's s per epoch": "600",
