@@ -16,8 +16,8 @@
 #
 # The lecture *Memory optimisation of tensor parallelism* has a table: a transformer of 10⁹
 # parameters on 4 GPUs needs 120 GB in all, and 50 GB after four techniques. Here the techniques are
-# settings of one training step, XLA's compiler for GPUs says what each gives, and the ladder goes on
-# below the lecture's last line.
+# settings of one training step, XLA's compiler for GPUs says what each gives, and the ladder goes
+# on below the lecture's last line.
 #
 # 1. The whole table, for Llama 3.2 1B on four H100s: saved by `python -m experiments.ladder`, which
 #    takes some minutes.
@@ -39,6 +39,7 @@ import matplotlib.pyplot as plt
 from IPython.display import Image, Markdown, display
 
 import tpjax
+from tpjax.gpus import GPUS
 from tpjax.memory.chart import COLUMNS, cells, draw_ladder
 from tpjax.memory.ladder import Rung, climb, rungs
 from tpjax.memory.records import KINDS, gib
@@ -115,42 +116,38 @@ for name in list(ladder)[:7]:
 #
 # With 8 sequences of 2048 tokens, four times the tokens, activations weigh more.
 
-
 # %%
-def stacked(name):
-    rows, _ = read(name)
-    fig, ax = plt.subplots(figsize=(11, 4.2), layout="constrained")
-    left = [0.0] * len(rows)
-    for kind in KINDS:
-        sizes = [row["figures"]["bytes_by_kind"].get(kind, 0) / 2**30 for row in rows.values()]
-        ax.barh(list(rows), sizes, left=left, color=COLOURS[kind], label=kind)
-        left = [a + b for a, b in zip(left, sizes, strict=True)]
-    for y, total in enumerate(left):
-        ax.text(total, y, f" {total:.2f}", va="center", weight="bold")
-    ax.axvline(79.11, color=COLOURS["other"], lw=1)
-    ax.text(79.11, len(rows) - 0.5, "an H100 ", ha="right", color=COLOURS["other"])
-    ax.invert_yaxis()
-    ax.set(xlabel="GiB per GPU at the peak", title="Llama 3.2 1B, 8 × 2048 tokens, 4 × H100")
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(frameon=False, loc="center right")
-    plt.show()
-
-
-stacked("ladder_8x2048")
 large, _ = read("ladder_8x2048")
+_, ax = plt.subplots(figsize=(11, 4.2), layout="constrained")
+left = [0.0] * len(large)
+for kind in KINDS:
+    sizes = [row["figures"]["bytes_by_kind"].get(kind, 0) / 2**30 for row in large.values()]
+    ax.barh(list(large), sizes, left=left, color=COLOURS[kind], label=kind)
+    left = [a + b for a, b in zip(left, sizes, strict=True)]
+for y, total in enumerate(left):
+    ax.text(total, y, f" {total:.2f}", va="center", weight="bold")
+card = GPUS["h100"].memory_bytes / 2**30
+ax.axvline(card, color=COLOURS["other"], lw=1)
+ax.text(card, len(large) - 0.6, "what a card has ", ha="right", color=COLOURS["other"])
+ax.invert_yaxis()
+ax.set(xlabel="GiB per GPU at the peak", title="Llama 3.2 1B, 8 × 2048 tokens, 4 × H100")
+ax.spines[["top", "right"]].set_visible(False)
+ax.legend(frameon=False, loc="center right")
+plt.show()
+
 first, ckpt = large["none"]["figures"], large["gradient checkpointing"]["figures"]
 assert not first["fits"]
 assert ckpt["fits"]
 assert max(first["bytes_by_kind"], key=first["bytes_by_kind"].get) == "attention"
-assert large["everything"]["total_gb"] <= 8
-assert large["everything, offloaded"]["total_gb"] <= 5
+everything, offloaded = large["everything"], large["everything, offloaded"]
+assert everything["total_gb"] <= 8
+assert offloaded["total_gb"] <= 5
 say(
     f"With no technique the step does not fit into the cards: {gib(first['peak_bytes'])}, most of "
     f"it the attention's scores of all layers. Checkpointing keeps those of one layer at a time. "
-    f"From {large['none']['total_gb']:.0f} GB it goes down to "
-    f"{large['everything']['total_gb']:.1f} GB, and with residuals and moments in the host's memory "
-    f"to {large['everything, offloaded']['total_gb']:.1f} GB on the GPUs and "
-    f"{4 * large['everything, offloaded']['figures']['host_bytes'] / 1e9:.1f} GB there."
+    f"From {large['none']['total_gb']:.0f} GB it goes down to {everything['total_gb']:.1f} GB, and "
+    f"with residuals and moments in the host's memory to {offloaded['total_gb']:.1f} GB on the "
+    f"GPUs and {4 * offloaded['figures']['host_bytes'] / 1e9:.1f} GB there."
 )
 
 # %% [markdown]
