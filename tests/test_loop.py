@@ -103,7 +103,7 @@ def test_a_state_made_on_one_device_first_has_to_fit_there(config):
     lazy = train(small).memory
     eager = train(dataclasses.replace(small, memory=MemoryConfig(init="eager"))).memory
     state = lazy.parameters_bytes + lazy.moments_bytes  # all but the norms' halved over tensor
-    assert lazy.compiled_peak_bytes < 2 * state
+    assert lazy.compiled_peak_bytes < 2.2 * state
     assert eager.compiled_peak_bytes > 2.9 * state
     assert eager.parameters_bytes == lazy.parameters_bytes
 

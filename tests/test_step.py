@@ -104,7 +104,7 @@ def test_copies_of_the_tables_start_and_learn_as_shards_do(mesh, model):
         params = create_state(config, grid).params
         with jax.set_mesh(grid):
             batch = random_batch(config, grid)
-            return params, jax.jit(partial(loss_and_gradients, config))(params, batch, 1.0)[1]
+            return params, jax.jit(partial(loss_and_gradients, config))(params, batch)[1]
 
     (sharded, expected), (copied, gradients) = of("sharded"), of("replicated")
     tables = {"embedding"} if model.tie_embeddings else {"embedding", "head"}

@@ -48,7 +48,7 @@ def loss_sum(config: TrainConfig, params: dict, batch: Batch, scale: Array) -> A
 
 
 def loss_and_gradients(
-    config: TrainConfig, params: dict, batch: Batch, loss_scale: Array
+    config: TrainConfig, params: dict, batch: Batch, loss_scale: Array | float = 1.0
 ) -> tuple[Array, dict]:
     """`loss_scale` times the mean loss over the valid positions of the whole batch, and its
     gradients; those of parameters in int8 are in the compute dtype.
