@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import reshard
 
 from tpjax import optim, quant, remat, tables
@@ -197,7 +198,8 @@ class _Sweep:
             return jax.vjp(block, slots, x)[1](dx)
 
         if self.split == 1:
-            return back(x_BTD, dx_BTD)
+            gradients, dx_BTD = back(x_BTD, dx_BTD)
+            return jax.tree.map(_in_order, gradients), dx_BTD
         x_parts = deal(x_BTD, self.split)
 
         def one(carry: tuple, a: Array) -> tuple:
@@ -260,6 +262,12 @@ class _Sweep:
             start = (({name: table}, self.state.opt_state["tables"][name]), squares)
             (done[name], squares), _ = jax.lax.scan(partial(rows, name), start, jnp.arange(parts))
         return done, squares
+
+
+def _in_order(gradient: Array) -> Array:
+    """Laid out as the stack that it changes a layer of. Where the matmul that makes it has its
+    dimensions in another order, XLA would bring all layers' weights and moments to that one."""
+    return with_layout_constraint(gradient, Layout(tuple(range(gradient.ndim))))
 
 
 def _take(x: Array, a: Array) -> Array:
