@@ -26,7 +26,7 @@ from tpjax.sharding import activation_spec, bytes_per_device
 from tpjax.state import abstract_state
 from tpjax.step import lower_eval_step
 
-B, T, D, N, K, H, F, V, L = 8, 512, 256, 16, 4, 32, 1024, 6144, 4
+B, T, D, N, K, H, F, V, L = 8, 512, 256, 16, 4, 32, 1024, 6144, 9
 MODEL = ModelConfig(
     name="small",
     vocab_size=V,
