@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tpjax.memory.advice import Advice
-from tpjax.memory.chart import COLUMNS, cells, notes
+from tpjax.memory.chart import COLUMNS, COSTS, cells, notes
 from tpjax.memory.ladder import Row
 from tpjax.memory.policies import Policy
 from tpjax.memory.records import Collective, MemoryReport, gib
@@ -148,15 +148,18 @@ def roofline(found: Roofline | None) -> RenderableType:
 
 
 def ladder(rows: Sequence[Row], title: str) -> Group:
-    """Rungs with those before them, rungs alone, and what the columns mean."""
+    """What rungs need and what they cost: with those before them, then alone."""
     parts: list[RenderableType] = []
-    for alone, said in ((False, "each with those before it"), (True, "each alone")):
-        table = _table(f"{escape(title)}: {said}", *COLUMNS)
+    for said, columns in (("memory", slice(1, COSTS)), ("costs", slice(COSTS, None))):
+        table = _table(f"{escape(title)}: {said}", COLUMNS[0], *COLUMNS[columns])
+        table.columns[0].no_wrap = True
         for column in table.columns[1:]:
             column.justify = "right"
-        for row in rows:
-            if row.rung.alone == alone:
-                table.add_row(*map(escape, cells(row)))
+        for row, after in zip(rows, [*rows[1:], None], strict=True):
+            name, *_ = found = cells(row)
+            turn = after is not None and after.rung.alone != row.rung.alone
+            name = f"alone: {name}" if row.rung.alone else name
+            table.add_row(*map(escape, [name, *found[columns]]), end_section=turn)
         parts.append(table)
     return Group(*parts, *map(Text, notes(rows)))
 

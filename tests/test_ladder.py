@@ -18,8 +18,10 @@ from tpjax.config import ConfigError, MemoryConfig, MeshConfig
 from tpjax.flops import step_flops
 from tpjax.memory import ladder
 from tpjax.memory.chart import COLUMNS, cells, draw_ladder, markdown, notes
-from tpjax.memory.compiled import absent_devices, compile_for, compile_step, peak_bytes
+from tpjax.memory.compiled import absent_devices, compile_step, peak_bytes
 from tpjax.memory.ladder import Figures, Row, climb, rungs
+from tpjax.memory.needs import needed
+from tpjax.memory.policies import kept_bytes
 from tpjax.mesh import make_mesh
 from tpjax.resolve import resolve
 
@@ -99,14 +101,17 @@ def peak(memory: MemoryConfig) -> int:
 def test_each_rung_is_below_the_one_before():
     """Down to everything. In a model this small a matmul's workspace decides below that, not
     the state; the saved tables go down to the last rung."""
-    names = list(CUMULATIVE)
-    peaks = [peak(r.memory) for r in rungs() if not r.alone][: names.index("everything") + 1]
+    last = list(CUMULATIVE).index("everything")
+    peaks = [peak(rung.memory) for rung in rungs()[: last + 1]]
+    assert len(peaks) == 6
     assert all(below < above for above, below in pairwise(peaks)), peaks
 
 
 def test_each_rung_alone_is_below_none():
+    """Sharing is the first rung of the test before; quantisation, slow to compile, is in the
+    saved tables."""
     for rung in rungs():
-        if rung.alone:
+        if rung.alone and rung.name in ("gradient checkpointing", "pooling + preallocation"):
             assert peak(rung.memory) < peak(ladder.NONE), rung.name
 
 
@@ -116,17 +121,19 @@ def test_figures_are_the_compilers_and_the_counts_own():
     found = row.figures
     assert found is not None
     config = dataclasses.replace(run("tensor=4"), memory=rung.memory)
-    step = compile_for(config, "h100")
-    assert found.peak_bytes == step.peak_bytes == sum(found.bytes_by_kind.values())
+    config = resolve(config, num_devices=4, platform="gpu")
+    assert found.peak_bytes == peak(rung.memory) == sum(found.bytes_by_kind.values())
     assert found.total_gb == 4 * found.peak_bytes / 1e9
-    assert found.wire_bytes == sum(c.wire_bytes or 0 for c in step.collectives) > 0
-    assert found.flops == step_flops(resolve(config, num_devices=4, platform="gpu"))
+    assert found.flops == step_flops(config)
+    # Gathers and scatters in float32, of which each device has a quarter already.
+    wire_bytes = sum(need.count * need.elements * 4 * 3 / 4 for need in needed(config))
+    assert found.wire_bytes == pytest.approx(wire_bytes, rel=0.01)
     state_bytes = 12 * MODEL.num_parameters / 4
     assert state_bytes < found.init_peak_bytes < 3 * state_bytes
     assert (found.host_bytes, found.fits) == (0, True)
-    # The scores of all heads, written and read again, are far from the least a step takes.
-    rate = 494.7e12  # TF32 on an H100, dense
-    assert found.roofline_seconds == pytest.approx(found.flops / 4 / rate, rel=0.5)
+    # State and what is kept, the scores above all, go out to the H100's memory and in again.
+    moved_bytes = 2 * (state_bytes + kept_bytes(config))
+    assert found.roofline_seconds == pytest.approx(moved_bytes / 3.35232e12, rel=0.01)
 
 
 def figures(number: int, **changes) -> Figures:
@@ -220,16 +227,16 @@ def test_cells_say_what_the_figures_are():
         "rung": "none",
         "total GB": "80.00",
         "lecture's GB": "120",
-        "peak": "18.63 GiB ✗",
-        "host": "–",
-        "peak at init": "1.00 GiB",
+        "peak GiB": "18.6 ✗",
+        "host GiB": "0",
+        "GiB at init": "1",
         "TFLOP per step": "1,500",
-        "sent per step": "0 B",
+        "GiB sent per step": "0",
         "s per step, at least": "0.0123",
         "lecture's s per epoch": "600",
     }
-    assert cells(last) == ["everything, offloaded", "52.00", "–", "12.11 GiB", "953.7 MiB",
-                           "1.00 GiB", "10.5", "7.0 MiB", "0.0123", "–"]  # fmt: skip
+    assert cells(last) == ["everything, offloaded", "52.00", "–", "12.1", "0.931", "1", "10.5",
+                           "0.00684", "0.0123", "–"]  # fmt: skip
 
 
 def test_unknown_rates_are_no_figure():
@@ -309,7 +316,9 @@ def test_files_hold_what_is_printed(tmp_path, monkeypatch, capsys, compilations)
         assert (row["lecture_gb"], row["reason"]) == (rung.lecture_gb, None)
     assert (tmp_path / "a.md").read_text().startswith(f"# {title}\n")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert f"{title}: each alone" in printed
+    assert f"{title}: memory" in printed
+    assert f"{title}: costs" in printed
+    assert printed.count("alone: pooling + preallocation") == 2
 
 
 def test_by_default_it_is_the_lectures_case(monkeypatch, capsys, compilations):

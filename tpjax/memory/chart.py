@@ -7,28 +7,29 @@ from pathlib import Path
 
 from tpjax.config import ConfigError
 from tpjax.memory.ladder import FURTHER, OFFLOAD, TECHNIQUES, Row
-from tpjax.memory.records import gib
 from tpjax.memory.scene import COLOURS, FAINT, HATCH
 
 COLUMNS = (
-    "rung",
+    "rung",  # then what it needs, and what it costs
     "total GB",
     "lecture's GB",
-    "peak",
-    "host",
-    "peak at init",
+    "peak GiB",
+    "host GiB",
+    "GiB at init",
     "TFLOP per step",
-    "sent per step",
+    "GiB sent per step",
     "s per step, at least",
     "lecture's s per epoch",
 )
 NOTES = (
-    "total GB: 10⁹ bytes at the peak on all GPUs; all other sizes are of one GPU. Compiled by XLA.",
+    "total GB: 10⁹ bytes at the peak on all GPUs. GiB: 1024³ bytes of one GPU. Compiled by XLA.",
+    "GiB at init: at the peak of making the state, on the GPU that holds most.",
     "lecture's: its own figures, for 10⁹ parameters on 4 GPUs; it names no model, batch or data.",
     "TFLOP per step: on all GPUs, with what checkpointing computes again; counted from shapes.",
     "s per step, at least: a roofline estimate from published peak rates, not a measurement.",
-    "✗: does not fit into the card. –: none, or not known.",
+    "✗: does not fit into the card. –: not known.",
 )
+COSTS = 6  # the first of the columns of costs
 UNKNOWN = "–"
 
 
@@ -42,11 +43,11 @@ def cells(row: Row) -> list[str]:
         rung.name,
         f"{figures.total_gb:.2f}",
         lecture_gb,
-        gib(figures.peak_bytes) + (" ✗" if figures.fits is False else ""),
-        gib(figures.host_bytes) if figures.host_bytes else UNKNOWN,
-        gib(figures.init_peak_bytes),
+        _number(figures.peak_bytes / 2**30) + (" ✗" if figures.fits is False else ""),
+        _number(figures.host_bytes / 2**30),
+        _number(figures.init_peak_bytes / 2**30),
         _number(figures.flops / 1e12),
-        gib(figures.wire_bytes),
+        _number(figures.wire_bytes / 2**30),
         _number(figures.roofline_seconds),
         lecture_seconds,
     ]
