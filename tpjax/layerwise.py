@@ -267,7 +267,12 @@ class _Sweep:
 def _in_order(gradient: Array) -> Array:
     """Laid out as the stack that it changes a layer of. Where the matmul that makes it has its
     dimensions in another order, XLA would bring all layers' weights and moments to that one."""
-    return with_layout_constraint(gradient, Layout(tuple(range(gradient.ndim))))
+    spec, layout = jax.typeof(gradient).sharding.spec, Layout(tuple(range(gradient.ndim)))
+    # On each device's own shard: XLA would put the whole array together for it.
+    local = jax.shard_map(
+        lambda g: with_layout_constraint(g, layout), in_specs=spec, out_specs=spec
+    )
+    return local(gradient)
 
 
 def _take(x: Array, a: Array) -> Array:

@@ -3,7 +3,9 @@
 Per layer, tensor parallelism with a sharded sequence gathers the residual stream
 before attention and feed-forward and scatters their sums after them
 (arXiv:2205.05198); fsdp gathers each weight when it is used and scatters its
-gradient (arXiv:1910.02054); data parallelism sums each gradient once.
+gradient (arXiv:1910.02054); data parallelism sums each gradient once. Layer by layer
+it is the same for each part that a layer's work is split into; the vocabulary's tables
+have the gradients of their rows made part by part from whole sequences.
 
 Letters: B rows of a device's part of the batch, T sequence, D model width,
 V vocabulary, L layers.
@@ -17,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tpjax.config import TrainConfig
-from tpjax.layers import PARAMETERS
+from tpjax.layers import PARAMETERS, table_parts
 from tpjax.memory.records import Collective, Finding, gib
 from tpjax.mesh import TENSOR
 from tpjax.remat import repeated
@@ -62,6 +64,12 @@ def _residual_elements(config: TrainConfig) -> int:
     return rows * data.seq_len * config.model.embed_dim
 
 
+def _split(config: TrainConfig) -> int:
+    """Parts of what is swept at once that go through a layer one after the other."""
+    memory = config.memory
+    return int(memory.split) if memory.update == "layerwise" else 1
+
+
 def _activations(config: TrainConfig) -> Iterator[Need]:
     """The residual stream, in each layer, in each chunk of the loss, and of the embedding."""
     mesh, memory, A = config.mesh, config.memory, config.data.accumulate
@@ -71,14 +79,16 @@ def _activations(config: TrainConfig) -> Iterator[Need]:
     again = repeated(memory)
     gathers, scatters = 2 * again["gather"], again["o"] + again["down"]
     axis, whole, L = _tensor_axis(config), _residual_elements(config), config.model.num_layers
-    chunks = memory.loss_chunks
-    if memory.sequence_parallel:
-        for op, extra in (("all-gather", gathers), ("reduce-scatter", scatters)):
-            yield Need(op=op, axis=axis, elements=whole, count=A * (L * (4 + extra) + 1))
-            yield Need(op=op, axis=axis, elements=whole // chunks, count=A * chunks)
-    else:
-        yield Need(op="all-reduce", axis=axis, elements=whole, count=A * (L * (4 + scatters) + 1))
-        yield Need(op="all-reduce", axis=axis, elements=whole // chunks, count=A * chunks)
+    chunks, S = memory.loss_chunks, _split(config)
+    # Of the embedding: its sum, and the gradient of it; layer by layer also the normed output,
+    # for the head's gradient.
+    outside = {"all-reduce": 1, "reduce-scatter": 1, "all-gather": 1}
+    outside["all-gather"] += memory.update == "layerwise"
+    extra = {"all-reduce": scatters, "reduce-scatter": scatters, "all-gather": gathers}
+    for op in ("all-gather", "reduce-scatter") if memory.sequence_parallel else ("all-reduce",):
+        yield Need(op=op, axis=axis, elements=whole // S, count=A * S * L * (4 + extra[op]))
+        yield Need(op=op, axis=axis, elements=whole, count=A * outside[op])
+        yield Need(op=op, axis=axis, elements=whole // chunks, count=A * chunks)
 
 
 def _elements(config: TrainConfig, name: str, axes: Sequence[str]) -> int:
@@ -99,31 +109,36 @@ def _matrices(config: TrainConfig) -> list[str]:
 
 def _weights(config: TrainConfig) -> Iterator[Need]:
     """Each layer's weights, and their gradients."""
-    mesh, A, L = config.mesh, config.data.accumulate, config.model.num_layers
+    mesh, L = config.mesh, config.model.num_layers
     assert mesh is not None
-    passes = 1 + repeated(config.memory)["gather"]
+    parts, passes = config.data.accumulate * _split(config), 1 + repeated(config.memory)["gather"]
     for name in _matrices(config):
         gathered, stored = (_elements(config, name, a) for a in (("tensor",), ("tensor", "fsdp")))
         if mesh.fsdp > 1:
-            yield Need(op="all-gather", axis="fsdp", elements=gathered, count=A * L * passes)
-            yield Need(op="reduce-scatter", axis="fsdp", elements=gathered, count=A * L)
+            yield Need(op="all-gather", axis="fsdp", elements=gathered, count=parts * L * passes)
+            yield Need(op="reduce-scatter", axis="fsdp", elements=gathered, count=parts * L)
         if mesh.data > 1:
-            yield Need(op="all-reduce", axis="data", elements=stored, count=A * L)
+            yield Need(op="all-reduce", axis="data", elements=stored, count=parts * L)
         if name in "kv" and mesh.tensor > config.model.num_kv_heads:
-            yield Need(op="all-reduce", axis="kv_copy", elements=gathered, count=A * L)
+            yield Need(op="all-reduce", axis="kv_copy", elements=gathered, count=parts * L)
 
 
 def _tables(config: TrainConfig) -> Iterator[Need]:
-    """The vocabulary's tables: gathered for embedding and head, their gradients apart."""
-    mesh, A = config.mesh, config.data.accumulate
+    """The vocabulary's tables: gathered for embedding and head, their gradients apart. Layer by
+    layer each part of the head's rows is gathered again, for its gradient."""
+    mesh, A, layerwise = config.mesh, config.data.accumulate, config.memory.update == "layerwise"
     assert mesh is not None
     gathered, tied = _elements(config, "embedding", ("tensor",)), config.model.tie_embeddings
+    parts = table_parts(config.model) if layerwise else 1
     if mesh.fsdp > 1:
         yield Need(op="all-gather", axis="fsdp", elements=gathered, count=A * (1 if tied else 2))
-        yield Need(op="reduce-scatter", axis="fsdp", elements=gathered, count=A * 2)
+        if layerwise:
+            yield Need(op="all-gather", axis="fsdp", elements=gathered // parts, count=parts)
+        count = A * 2 * parts
+        yield Need(op="reduce-scatter", axis="fsdp", elements=gathered // parts, count=count)
     if mesh.data > 1:  # a tied table has the gradients of both
         stored = _elements(config, "embedding", ("tensor", "fsdp"))
-        yield Need(op="all-reduce", axis="data", elements=stored, count=A * 2)
+        yield Need(op="all-reduce", axis="data", elements=stored // parts, count=A * 2 * parts)
     if mesh.tensor > 1 and config.memory.embedding == "replicated":  # each gradient, put together
         whole, axis = _elements(config, "embedding", ("fsdp",)), _tensor_axis(config)
         yield Need(op="all-gather", axis=axis, elements=whole, count=A * 2)
