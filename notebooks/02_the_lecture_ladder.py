@@ -30,9 +30,8 @@
 # %%
 import json
 import os
-import tempfile
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -40,8 +39,8 @@ from IPython.display import Image, Markdown, display
 
 import tpjax
 from tpjax.gpus import GPUS
-from tpjax.memory.chart import COLUMNS, cells, draw_ladder
-from tpjax.memory.ladder import Rung, climb, rungs
+from tpjax.memory.chart import COLUMNS, cells
+from tpjax.memory.ladder import FURTHER, TECHNIQUES, Rung, climb, rungs
 from tpjax.memory.records import KINDS, gib
 from tpjax.memory.scene import COLOURS
 
@@ -100,15 +99,14 @@ table(
 
 # %% [markdown]
 # What a rung changes are settings (`tpjax.MemoryConfig`), each a flag of `experiments.train` and
-# `experiments.plan`:
+# `experiments.plan`. *None* against their defaults, then each rung against the one before:
 
 # %%
-before = ladder["none"]["settings"]
-for name in list(ladder)[:7]:
+before = asdict(tpjax.MemoryConfig())
+for name in ("none", *TECHNIQUES, *FURTHER):
     settings = ladder[name]["settings"]
-    changed = {key: value for key, value in settings.items() if value != before[key]}
-    shown = changed or {key: settings[key] for key in ("params", "moments", "compute", "remat")}
-    say(f"**{name}**: {', '.join(f'`{key}={value}`' for key, value in shown.items())}")
+    changed = [f"`{key}={value}`" for key, value in settings.items() if value != before[key]]
+    say(f"**{name}**: {', '.join(changed)}")
     before = settings
 
 # %% [markdown]
@@ -118,21 +116,24 @@ for name in list(ladder)[:7]:
 
 # %%
 large, _ = read("ladder_8x2048")
-_, ax = plt.subplots(figsize=(11, 4.2), layout="constrained")
-left = [0.0] * len(large)
-for kind in KINDS:
-    sizes = [row["figures"]["bytes_by_kind"].get(kind, 0) / 2**30 for row in large.values()]
-    ax.barh(list(large), sizes, left=left, color=COLOURS[kind], label=kind)
-    left = [a + b for a, b in zip(left, sizes, strict=True)]
-for y, total in enumerate(left):
-    ax.text(total, y, f" {total:.2f}", va="center", weight="bold")
+_, panels = plt.subplots(2, figsize=(11, 6), height_ratios=[9, 4], layout="constrained")
+for ax, names in zip(panels, (list(large), list(large)[-4:]), strict=True):
+    left = [0.0] * len(names)
+    for kind in KINDS:
+        sizes = [large[name]["figures"]["bytes_by_kind"].get(kind, 0) / 2**30 for name in names]
+        ax.barh(names, sizes, left=left, color=COLOURS[kind], label=kind)
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    for y, total in enumerate(left):
+        ax.text(total, y, f" {total:.2f}", va="center", weight="bold")
+    ax.invert_yaxis()
+    ax.set_xlim(0, 1.1 * max(left))
+    ax.spines[["top", "right"]].set_visible(False)
 card = GPUS["h100"].memory_bytes / 2**30
-ax.axvline(card, color=COLOURS["other"], lw=1)
-ax.text(card, len(large) - 0.6, "what a card has ", ha="right", color=COLOURS["other"])
-ax.invert_yaxis()
-ax.set(xlabel="GiB per GPU at the peak", title="Llama 3.2 1B, 8 × 2048 tokens, 4 × H100")
-ax.spines[["top", "right"]].set_visible(False)
-ax.legend(frameon=False, loc="center right")
+panels[0].axvline(card, color=COLOURS["other"], lw=1)
+panels[0].text(card, len(large) - 0.6, "what a card has ", ha="right", color=COLOURS["other"])
+panels[0].set_title("Llama 3.2 1B, 8 × 2048 tokens, 4 × H100")
+panels[0].legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+panels[1].set_xlabel("GiB per GPU at the peak; below, the last rungs on a scale of their own")
 plt.show()
 
 first, ckpt = large["none"]["figures"], large["gradient checkpointing"]["figures"]
@@ -210,14 +211,11 @@ run = tpjax.TrainConfig(
 none, shared, checkpointed = rungs()[:3]
 blocks = Rung(name="attention in blocks", memory=replace(shared.memory, attention="xla"))
 rows = list(climb(run, "rtx4090", [none, shared, blocks, checkpointed]))
-table(COLUMNS[:-1], [cells(row)[:-1] for row in rows])
+kept = [number for number, column in enumerate(COLUMNS) if "lecture" not in column]
+table([COLUMNS[i] for i in kept], [[cells(row)[i] for i in kept] for row in rows])
 
 sizes = [row.figures.total_gb for row in rows]
 assert sizes == sorted(sizes, reverse=True)
-with tempfile.TemporaryDirectory() as folder:
-    path = Path(folder) / "ladder.png"
-    draw_ladder(rows, "smollm2-135m, 4 × 1536 tokens, tensor=3 × rtx4090", path)
-    display(Image(path.read_bytes(), width=800))
 
 # %% [markdown]
 # The whole ladder from a terminal: `python -m experiments.ladder --model smollm2-135m --gpu rtx4090
