@@ -86,8 +86,11 @@ def three_steps(config, optimizer: str | None = None):
 
 @lru_cache
 def reference(model: ModelConfig, optimizer: str | None = None):
-    """The update of all at once, on one device."""
-    return three_steps(whole(model=model), optimizer)
+    """The update of all at once, tables too, on one device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers, "TABLE_PART_BYTES", 2**20)
+        assert table_parts(model) == 1
+        return three_steps(whole(model=model), optimizer)
 
 
 def flat(tree) -> np.ndarray:
@@ -149,8 +152,8 @@ def test_rounding_is_that_of_the_whole_update():
     """Layer by layer and part by part from the same keys: the same bits, but where sums in
     another order have tipped a rounding."""
     (_, ours), (_, theirs) = (three_steps(how(moments="bf16")) for how in (run, whole))
-    a, b = (flat(s.opt_state) for s in (ours, theirs))
-    assert (a == b).mean() > 0.985
+    for a, b in zip(*(memories(s.opt_state) for s in (ours, theirs)), strict=True):
+        assert (flat(a) == flat(b)).mean() > 0.95  # the smallest has 32 values
 
 
 # Clipping. With plain SGD at a rate of one a parameter moves by what is applied.
