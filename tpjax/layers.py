@@ -22,7 +22,7 @@ from tpjax import quant
 from tpjax.config import MemoryConfig, ModelConfig, RopeConfig
 from tpjax.mesh import TENSOR
 from tpjax.precision import DTYPES
-from tpjax.sharding import activation_spec, residual_spec, weight_spec
+from tpjax.sharding import activation_spec, residual_spec, undeal, weight_spec
 
 INIT_STD = 0.02  # GPT-2's, for every matrix
 TABLE_PART_BYTES = 128 * 2**20
@@ -75,23 +75,33 @@ PARAMETERS = {
 
 
 def make_weight(model: ModelConfig, memory: MemoryConfig, rngs: nnx.Rngs, name: str) -> nnx.Param:
-    """The parameter `name` of the table, made in its shards: no device draws the rest.
+    """The parameter `name` of the table, made in its shards: no device draws the rest, and
+    of a vocabulary's table a part of the rows at a time.
 
     The draws depend on the key and the position in the whole array, so every
-    mesh starts from the same bits; rows that pad the vocabulary change none.
+    mesh starts from the same bits.
     """
     row = PARAMETERS[name]
     shape = tuple(model.sizes[letter] for letter in row.letters)
     spec = weight_spec(row.letters, replicated_V=memory.embedding == "replicated")
+
+    def stored(value: Array) -> Array | quant.Int8:
+        if memory.params != "int8":
+            return value.astype(DTYPES[memory.params])
+        return quant.quantise(value, int8_block(model, name)) if row.decays else value
+
     if row.init in ("ones", "zeros"):
         value = jnp.full(shape, row.init == "ones", jnp.float32, out_sharding=spec)
-    else:
-        std = INIT_STD / (math.sqrt(2 * model.num_layers) if row.init == "residual" else 1)
-        value = std * jax.random.normal(rngs.params(), shape, jnp.float32, out_sharding=spec)
-    if memory.params != "int8":
-        value = value.astype(DTYPES[memory.params])
-    elif row.decays:
-        value = quant.quantise(value, int8_block(model, name))
+        return nnx.Param(stored(value), name=name)
+    std = INIT_STD / (math.sqrt(2 * model.num_layers) if row.init == "residual" else 1)
+    parts = table_parts(model) if row.letters[0] == "V" else 1
+
+    def draw(key: Array) -> Array | quant.Int8:
+        some = (shape[0] // parts, *shape[1:])
+        return stored(std * jax.random.normal(key, some, jnp.float32, out_sharding=spec))
+
+    dealt = jax.lax.map(draw, jax.random.split(rngs.params(), parts))
+    value = jax.tree.map(lambda x: undeal(jnp.swapaxes(x, 0, 1)), dealt)
     return nnx.Param(value, name=name)
 
 

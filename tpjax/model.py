@@ -47,7 +47,7 @@ class Transformer(nnx.Module):
         make = partial(make_weight, model, memory, rngs)
         self.embedding = make("embedding")
         self.positions = make("positions") if model.rope is None else None
-        make_blocks = nnx.vmap(
+        make_blocks = nnx.scan(  # one at a time: a layer in float32 is there once
             lambda rngs: Block(model, memory, rngs),
             in_axes=0,
             out_axes=0,

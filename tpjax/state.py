@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
@@ -141,7 +142,7 @@ def lower_init(config: TrainConfig, mesh: Mesh) -> jax.stages.Lowered:
 def create_state(config: TrainConfig, mesh: Mesh) -> TrainState:
     """A new state. No host or device ever holds a whole parameter of it, unless `init` is
     eager: then it is whole on the first device, and moved from there to its shards."""
-    state = lower_init(config, mesh).compile()(jnp.uint32(config.seed))
+    state = lower_init(config, mesh).compile()(np.uint32(config.seed))
     if config.memory.init == "lazy":
         return state
     shards = abstract_state(config, mesh)
