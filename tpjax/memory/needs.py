@@ -111,16 +111,17 @@ def _weights(config: TrainConfig) -> Iterator[Need]:
     """Each layer's weights, and their gradients."""
     mesh, L = config.mesh, config.model.num_layers
     assert mesh is not None
-    parts, passes = config.data.accumulate * _split(config), 1 + repeated(config.memory)["gather"]
+    A, passes = config.data.accumulate, 1 + repeated(config.memory)["gather"]
+    parts = A * _split(config)  # sums wait for the last part of a layer, gathers do not
     for name in _matrices(config):
         gathered, stored = (_elements(config, name, a) for a in (("tensor",), ("tensor", "fsdp")))
         if mesh.fsdp > 1:
             yield Need(op="all-gather", axis="fsdp", elements=gathered, count=parts * L * passes)
             yield Need(op="reduce-scatter", axis="fsdp", elements=gathered, count=parts * L)
         if mesh.data > 1:
-            yield Need(op="all-reduce", axis="data", elements=stored, count=parts * L)
+            yield Need(op="all-reduce", axis="data", elements=stored, count=A * L)
         if name in "kv" and mesh.tensor > config.model.num_kv_heads:
-            yield Need(op="all-reduce", axis="kv_copy", elements=gathered, count=parts * L)
+            yield Need(op="all-reduce", axis="kv_copy", elements=gathered, count=A * L)
 
 
 def _tables(config: TrainConfig) -> Iterator[Need]:
