@@ -22,9 +22,10 @@ from conftest import (
 )
 from flax import nnx
 
+from tpjax import layers, quant
 from tpjax.config import RopeConfig
 from tpjax.data import place
-from tpjax.layers import PARAMETERS, rope_frequencies, rotate
+from tpjax.layers import PARAMETERS, rope_frequencies, rotate, table_parts
 from tpjax.state import create_state, graph
 from tpjax.step import loss_and_gradients
 
@@ -108,6 +109,23 @@ def test_initial_weights_are_the_same_bits_on_every_mesh(mesh, params):
     assert one["embedding"].astype(np.float32).std() == pytest.approx(0.02, rel=0.05)
     layers = one["blocks"]["attention"]["q"].astype(np.float32)
     assert not np.array_equal(layers[0], layers[1])
+
+
+def test_tables_drawn_in_parts_are_the_same_bits_on_every_mesh(monkeypatch):
+    monkeypatch.setattr(layers, "TABLE_PART_BYTES", 128 * 32 * 4 // 4)
+    monkeypatch.setattr(quant, "BLOCK", 4)
+    assert table_parts(TINY) == 4
+    for params in ("fp32", "int8"):
+        found = [
+            to_numpy(create_state(c := tiny_config(mesh, params=params), mesh_of(c)).params)
+            for mesh in ("tensor=1", "fsdp=2,tensor=4")
+        ]
+        assert jax.tree.all(jax.tree.map(np.array_equal, *found))
+        table = found[0]["embedding"]
+        values = np.asarray(table if params == "fp32" else quant.dequantise(table))
+        assert values.std() == pytest.approx(0.02, rel=0.05)
+        assert len(np.unique(np.round(values, 6), axis=0)) == 128  # no row is another's
+        assert abs(np.corrcoef(values[::4].ravel(), values[1::4].ravel())[0, 1]) < 0.1
 
 
 @MODELS
