@@ -139,6 +139,7 @@ def largest_difference(a, b) -> float:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _no_compilation_cache():
-    """Tests compile what they test."""
+def _jax():
+    """Tests compile what they test, on eight devices whichever test comes first."""
     jax.config.update("jax_enable_compilation_cache", False)
+    assert len(jax.devices()) == 8
