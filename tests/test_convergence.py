@@ -88,5 +88,5 @@ def test_small_updates_need_stochastic_rounding(monkeypatch):
     def nearest(bits):
         return jnp.full(bits.shape, 0.5, jnp.float32, out_sharding=jax.typeof(bits).sharding)
 
-    monkeypatch.setattr("tpjax.optim.precision.uniform", nearest)
+    monkeypatch.setattr("tpjax.updates.precision.uniform", nearest)
     assert before - loss_left.__wrapped__(INT8, slow) < 0.9 * learnt

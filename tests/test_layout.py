@@ -23,6 +23,7 @@ RANKS = [
     {"attention", "mlp"},
     {"model"},
     {"loss", "optim"},
+    {"updates"},
     {"state"},
     {"tables"},
     {"layerwise"},

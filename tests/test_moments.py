@@ -14,7 +14,7 @@ from conftest import TINY, TINY_GPT2, adam_states, mesh_of, tiny_config
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tpjax import moments, optim, quant
+from tpjax import moments, optim, quant, updates
 from tpjax.layers import PARAMETERS
 from tpjax.moments import FACTORED_EPS, Blocks, Factored, Factors, Plain, Rates, factored_cut
 from tpjax.precision import noise, uniform
@@ -298,7 +298,7 @@ def test_states_lie_as_their_parameters(kind, model):
     """Codes and scales in the parameter's shards, means of rows as the rows."""
     config = tiny_config("data=2,fsdp=2,tensor=2", model=model, moments=kind)
     state = abstract_state(config, mesh_of(config))
-    parts, states = optim.split(state.params), adam_states(state)
+    parts, states = updates.split(state.params), adam_states(state)
     of_part = {"rest": parts.rest, "blocks": parts.blocks}
     of_part |= {name: {name: table} for name, table in parts.tables.items()}
     assert of_part.keys() == states.keys()

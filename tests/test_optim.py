@@ -9,11 +9,11 @@ import optax
 import pytest
 from conftest import TINY_GPT2, initial_state, mesh_of, tiny_config
 
-from tpjax import optim
+from tpjax import optim, updates
 from tpjax.config import OptimConfig
 from tpjax.moments import Plain
-from tpjax.optim import Application
 from tpjax.precision import noise, stochastic_round
+from tpjax.updates import Application
 
 KEY = jax.random.key(0)
 
@@ -30,12 +30,12 @@ def test_equals_optax_in_float32():
     params = {"blocks": params, "embedding": jnp.ones((7, 2))}
     ours = optim.make_optimizer(config, 10)
     theirs = optax.adamw(optim.schedule(config, 10), b1=0.9, b2=0.95, weight_decay=0.3)
-    state, their_state, their_params = optim.init(ours, params), theirs.init(params), params
+    state, their_state, their_params = updates.init(ours, params), theirs.init(params), params
     for number in range(5):
         gradients = jax.tree.map(lambda p, n=number: jnp.sin(p * (n + 1)), params)
-        params, state = optim.update(ours, gradients, state, params, whole(KEY), 1)
-        updates, their_state = theirs.update(gradients, their_state, their_params)
-        their_params = optax.apply_updates(their_params, updates)
+        params, state = updates.update(ours, gradients, state, params, whole(KEY), 1)
+        steps, their_state = theirs.update(gradients, their_state, their_params)
+        their_params = optax.apply_updates(their_params, steps)
         gradients = None
         for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(their_params), strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-5)
@@ -64,12 +64,12 @@ def test_matrices_decay_and_vectors_do_not():
 
 def test_clipping_by_hand():
     gradients = {"a": jnp.full((3,), 2.0, jnp.bfloat16), "b": jnp.full((4, 1), 1.0)}
-    norm = optim.global_norm(gradients)
+    norm = updates.global_norm(gradients)
     assert float(norm) == 4.0
-    assert float(optim.clip_scale(norm, 1.0)) == 0.25
-    assert float(optim.clip_scale(norm, 8.0)) == 1.0
-    assert float(optim.clip_scale(norm, 0.0)) == 1.0
-    assert float(optim.clip_scale(jnp.float32(0), 1.0)) == 1.0
+    assert float(updates.clip_scale(norm, 1.0)) == 0.25
+    assert float(updates.clip_scale(norm, 8.0)) == 1.0
+    assert float(updates.clip_scale(norm, 0.0)) == 1.0
+    assert float(updates.clip_scale(jnp.float32(0), 1.0)) == 1.0
 
 
 def bits(like) -> jax.Array:
@@ -95,13 +95,13 @@ def test_bf16_weights_near_one_move_by_small_updates_and_decay():
     config = OptimConfig(lr=1e-4, min_lr=1e-4, warmup=0, weight_decay=0.5, clip=0)
     optimizer = optim.make_optimizer(config, 1000)
     weights = {"blocks": {"up": jnp.ones((2, 100, 50), jnp.bfloat16)}}
-    state = optim.init(optimizer, weights)
+    state = updates.init(optimizer, weights)
 
     @jax.jit
     def step(weights, state, number):
         gradients = jax.tree.map(jnp.ones_like, weights)
         key = jax.random.fold_in(KEY, number)
-        return optim.update(optimizer, gradients, state, weights, whole(key), 1)
+        return updates.update(optimizer, gradients, state, weights, whole(key), 1)
 
     for number in range(100):
         weights, state = step(weights, state, number)

@@ -26,10 +26,10 @@ from conftest import (
 from tpjax.config import MeshConfig, ModelConfig, OptimConfig
 from tpjax.memory.compiled import absent_devices, init_peak_bytes, peak_bytes
 from tpjax.mesh import make_mesh
-from tpjax.optim import split
 from tpjax.sharding import bytes_per_device
 from tpjax.state import abstract_state, create_state, lower_init
 from tpjax.step import loss_and_gradients, lower_eval_step, lower_train_step, train_step
+from tpjax.updates import split
 
 
 def three_steps(config):

@@ -22,15 +22,15 @@ from jax import Array
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import reshard
 
-from tpjax import optim, quant, remat, tables
+from tpjax import quant, remat, tables, updates
 from tpjax.config import TrainConfig
 from tpjax.layers import rope_tables, table_parts
 from tpjax.loss import loss_and_x_gradient
 from tpjax.model import Transformer
-from tpjax.optim import Application
 from tpjax.precision import DTYPES
 from tpjax.sharding import activation_spec, deal, fetch, undeal
 from tpjax.state import Batch, TrainState, graph, optimizer_of
+from tpjax.updates import Application
 
 
 def clip_per_part(config: TrainConfig) -> float:
@@ -72,7 +72,7 @@ class _Sweep:
 
     def __init__(self, config: TrainConfig, state: TrainState, batch: Batch):
         self.config, self.state, self.batch = config, state, batch
-        self.parts, self.optimizer = optim.split(state.params), optimizer_of(config)
+        self.parts, self.optimizer = updates.split(state.params), optimizer_of(config)
         assert isinstance(config.memory.split, int)  # resolved
         self.split, self.num_layers = config.memory.split, config.model.num_layers
         self.group = remat.group_size(self.num_layers) if config.memory.remat == "nested" else 1
@@ -110,7 +110,7 @@ class _Sweep:
 
         def group(x_BTD: Array, first: Array) -> tuple[Array, Array]:
             def one(i: Array, x: Array) -> Array:
-                return self.layer(optim.layer_of(self.parts.blocks, first + i), x)
+                return self.layer(updates.layer_of(self.parts.blocks, first + i), x)
 
             return jax.lax.fori_loop(0, self.group, one, x_BTD), self.keep(x_BTD)
 
@@ -150,12 +150,12 @@ class _Sweep:
         def layer(i: Array, carry: tuple) -> tuple:
             first, inputs, dx_BTD, stacked, squares = carry
             number = first + self.group - 1 - i
-            params, _ = optim.layer_of(stacked, number)
-            x_BTD = optim.layer_of(inputs, self.group - 1 - i)
+            params, _ = updates.layer_of(stacked, number)
+            x_BTD = updates.layer_of(inputs, self.group - 1 - i)
             gradients, dx_BTD = self.gradients(params, x_BTD, dx_BTD)
             with jax.named_scope("update"):
                 how_clipped, square = self.clipped(gradients, how)
-                stacked = optim.update_layer(
+                stacked = updates.update_layer(
                     self.optimizer, gradients, stacked, number, how_clipped
                 )
             return first, inputs, dx_BTD, stacked, squares + square
@@ -180,8 +180,8 @@ class _Sweep:
             return x_BTD[None]
 
         def one(i: Array, inputs: Array) -> Array:
-            x_BTD = optim.layer_of(inputs, i - 1)
-            y_BTD = self.layer(optim.layer_of(blocks, first + i - 1), x_BTD)
+            x_BTD = updates.layer_of(inputs, i - 1)
+            y_BTD = self.layer(updates.layer_of(blocks, first + i - 1), x_BTD)
             return jax.lax.dynamic_update_index_in_dim(inputs, y_BTD, i, axis=0)
 
         inputs = jnp.broadcast_to(x_BTD, (self.group, *x_BTD.shape))
@@ -215,8 +215,8 @@ class _Sweep:
 
     def clipped(self, gradients: dict, how: Application) -> tuple[Application, Array]:
         """How to apply the gradient of one part, and its sum of squares."""
-        norm = optim.global_norm(gradients)
-        return how._replace(scale=optim.clip_scale(norm, self.clip)), norm * norm
+        norm = updates.global_norm(gradients)
+        return how._replace(scale=updates.clip_scale(norm, self.clip)), norm * norm
 
     @jax.named_scope("update")
     def rest(self, gradients: dict, embed_back: Callable, dx_BTD: Array, how: Application) -> tuple:
@@ -225,7 +225,7 @@ class _Sweep:
         gradients = jax.tree.map(jnp.add, gradients, of_embedding)
         how, square = self.clipped(gradients, how.of("rest"))
         state = self.state.opt_state["rest"]
-        done = optim.update_part(self.optimizer, gradients, state, self.parts.rest, how)
+        done = updates.update_part(self.optimizer, gradients, state, self.parts.rest, how)
         return done, square
 
     def tables(self, y_BTD: Array, lse_BT: Array, dx_BTD: Array, how: Application) -> tuple:
@@ -239,7 +239,7 @@ class _Sweep:
         def gradient(name: str, table: dict, part: Array) -> Array:
             total, V = jnp.zeros((), y_BTD.dtype), model.padded_vocab_size
             if name == "head" or model.tie_embeddings:
-                rows_UD = quant.value(optim.rows_of(table, part, parts)[name], y_BTD.dtype)
+                rows_UD = quant.value(updates.rows_of(table, part, parts)[name], y_BTD.dtype)
                 static = {"vocab_size": model.vocab_size, "chunks": memory.loss_chunks}
                 total += tables.head_gradient(y_BTD, rows_UD, part, parts, *tokens, **static)
             if name == "embedding":
@@ -252,7 +252,7 @@ class _Sweep:
                 gradients = {name: gradient(name, whole[0], part)}
             with jax.named_scope("update"):
                 how_clipped, square = self.clipped(gradients, how)
-                whole = optim.update_rows(
+                whole = updates.update_rows(
                     self.optimizer, gradients, whole, part, parts, how_clipped
                 )
             return (whole, squares + square), None

@@ -19,7 +19,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tpjax import optim
+from tpjax import optim, updates
 from tpjax.config import MeshConfig, TrainConfig
 from tpjax.mesh import make_mesh
 from tpjax.model import Transformer
@@ -36,7 +36,7 @@ class TrainState:
         step: int32 scalar, steps taken.
         seed: uint32 scalar.
         params: the model's parameters, nested dicts by name.
-        opt_state: `optim.init` of them.
+        opt_state: `updates.init` of them.
         loss_scale: of fp16 compute, or None.
     """
 
@@ -89,7 +89,7 @@ def optimizer_of(config: TrainConfig):
 
 def _init(config: TrainConfig, seed: Array) -> TrainState:
     params = _split_model(config, seed)[1]
-    opt_state = optim.init(optimizer_of(config), params)
+    opt_state = updates.init(optimizer_of(config), params)
     loss_scale = LossScale.initial() if config.memory.compute == "fp16" else None
     return TrainState(jnp.zeros((), jnp.int32), seed, params, opt_state, loss_scale)
 

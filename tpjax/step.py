@@ -15,7 +15,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tpjax import layerwise, optim, quant
+from tpjax import layerwise, optim, quant, updates
 from tpjax.config import TrainConfig
 from tpjax.layers import table_parts
 from tpjax.loss import next_token_loss
@@ -119,15 +119,15 @@ def _update_whole(
     """New parameters, new optimiser state, mean loss and global norm of the gradient."""
     scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
     loss, gradients = loss_and_gradients(config, state.params, batch, scale)
-    norm = optim.global_norm(gradients) / scale
-    how = optim.Application(
+    norm = updates.global_norm(gradients) / scale
+    how = updates.Application(
         key=key,
-        scale=optim.clip_scale(norm, config.optim.clip) / scale,
+        scale=updates.clip_scale(norm, config.optim.clip) / scale,
         ok=jnp.isfinite(loss) & jnp.isfinite(norm),
     )
     optimizer = optimizer_of(config)
     with jax.named_scope("update"):
-        params, opt_state = optim.update(
+        params, opt_state = updates.update(
             optimizer, gradients, state.opt_state, state.params, how, table_parts(config.model)
         )
     return params, opt_state, loss / scale, norm
