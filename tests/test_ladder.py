@@ -357,7 +357,10 @@ def test_wrong_input_ends_in_one_line(flags, said, monkeypatch, capsys, compilat
     assert not compilations
 
 
-@pytest.mark.parametrize("name", ["ladder", "ladder_8x2048"])
+SAVED = ("ladder", "ladder_8x2048")
+
+
+@pytest.mark.parametrize("name", SAVED)
 def test_the_saved_table_goes_down_at_every_rung(name):
     rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
     assert [row["settings"] for row in rows] == [dataclasses.asdict(r.memory) for r in rungs()]
@@ -366,9 +369,21 @@ def test_the_saved_table_goes_down_at_every_rung(name):
     assert all(row["total_gb"] < total["none"] for row in rows if row["alone"])
     assert total["everything"] <= 8
     assert total["everything, offloaded"] <= 5
+    found = [row["figures"] for row in rows if not row["alone"]]
+    assert all(figures["init_peak_bytes"] < figures["peak_bytes"] for figures in found)
     words = (RESULTS / f"{name}.md").read_text()
     assert all(f"| {row['name']} | {row['total_gb']:.2f} |" in words for row in rows)
     assert (RESULTS / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_readme_has_these_figures():
+    tables = [json.loads((RESULTS / f"{name}.json").read_text()) for name in SAVED]
+    totals = [[r["total_gb"] for r in t["rows"] if not r["alone"]] for t in tables]
+    lines = (RESULTS.parents[1] / "README.md").read_text().split("each with those before it")[1]
+    cells = [
+        [cell.split()[0] for cell in line.split("|")[3:5]] for line in lines.splitlines()[2:11]
+    ]
+    assert cells == [[f"{total:.1f}" for total in pair] for pair in zip(*totals, strict=True)]
 
 
 def test_the_lectures_case_starts_near_its_figure():
