@@ -7,7 +7,7 @@ from rich.table import Table
 
 from experiments.flags import fail, parse_run
 from tpjax.config import ConfigError, TrainConfig
-from tpjax.layerwise import clip_per_part
+from tpjax.layerwise import clip_each
 from tpjax.loop import Diverged, OutOfMemory, Result, train
 from tpjax.memory.records import gib
 
@@ -79,8 +79,8 @@ def _clipping(config: TrainConfig) -> str:
     if config.memory.update == "whole":
         return f"the gradient's norm, {config.optim.clip:g}"
     return (
-        f"by --update=layerwise: the norm of each part (layer, part of a table), "
-        f"{clip_per_part(config):.3g}; of all together at most {config.optim.clip:g}"
+        f"by --update=layerwise: the norm of each layer, each table and the rest, "
+        f"{clip_each(config):.3g}; of all together at most {config.optim.clip:g}"
     )
 
 

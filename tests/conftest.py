@@ -100,11 +100,14 @@ def initial_state(config: TrainConfig, mesh: Mesh) -> TrainState:
     same bits (a test of its own)."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, mesh))
     memory = (config.memory.params, config.memory.moments, config.memory.compute)
-    return jax.device_put(_state_on_one_device(config.model, *memory), shardings)
+    made = _state_on_one_device(config.model, config.model.table_parts, *memory)
+    return jax.device_put(made, shardings)
 
 
 @lru_cache
-def _state_on_one_device(model: ModelConfig, params: str, moments: str, compute: str) -> TrainState:
+def _state_on_one_device(
+    model: ModelConfig, table_parts: int, params: str, moments: str, compute: str
+) -> TrainState:
     config = tiny_config(model=model, params=params, moments=moments, compute=compute)
     return to_numpy(create_state(config, mesh_of(config)))
 

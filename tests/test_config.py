@@ -58,8 +58,23 @@ def test_padded_vocabulary_splits_over_every_allowed_axis(name):
     model = preset(name)
     for tensor in range(1, model.num_heads + 1):
         if model.num_heads % tensor == 0:
-            assert model.padded_vocab_size % tensor == 0
+            assert model.padded_vocab_size % (tensor * model.table_parts) == 0
     assert 0 <= model.padded_vocab_size - model.vocab_size < 64 * model.num_heads
+
+
+@pytest.mark.parametrize(("name", "parts"), [("llama3.2-1b", 8), ("qwen3-8b", 19), ("nano", 1)])
+def test_tables_are_in_few_parts(name, parts):
+    """Of at most 128 MiB in float32: a row more than the next divisor is cheap, a thousand
+    parts are not."""
+    assert preset(name).table_parts == parts
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_parts_of_tables_are_of_the_size_asked_for(name):
+    model = preset(name)
+    part_bytes = model.padded_vocab_size * model.embed_dim * 4 / model.table_parts
+    assert part_bytes <= 128 * 2**20
+    assert model.table_parts == 1 or part_bytes > 60 * 2**20
 
 
 def test_default_mesh_goes_to_tensor_as_far_as_the_heads_allow():
@@ -141,6 +156,9 @@ WRONG = {
     ),
     "loss_chunks=3 does not divide the 64 tokens per sequence of a device; it may be 1, 2, 4": (
         resolved(mesh=MeshConfig(tensor=4), memory=MemoryConfig(loss_chunks=3))
+    ),
+    "split=3 is for --update=layerwise; --accumulate splits the batch of a whole update": (
+        resolved(memory=MemoryConfig(split=3))
     ),
     "attention=cudnn needs a GPU and compute=bf16 or fp16; use --attention=xla": resolved(
         memory=MemoryConfig(attention="cudnn")

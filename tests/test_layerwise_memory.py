@@ -14,9 +14,8 @@ from functools import lru_cache, partial
 import pytest
 from test_needs import LLAMA, B, D, F, K, N, T, V, run
 
-from tpjax import layers
+from tpjax import architecture
 from tpjax.config import TrainConfig
-from tpjax.layers import table_parts
 from tpjax.memory.compiled import Compilation, absent_devices, compile_for, init_peak_bytes
 from tpjax.memory.needs import needed, unneeded
 from tpjax.mesh import make_mesh
@@ -33,8 +32,8 @@ MATRICES = 2 * D * D + 2 * D * K * (D // N) + 3 * D * F  # elements of a layer
 @pytest.fixture(autouse=True, scope="module")
 def _four_parts_of_tables():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layers, "TABLE_PART_BYTES", V * D * 4 // 4)
-        assert table_parts(DEEP) == 4
+        patch.setattr(architecture, "TABLE_PART_BYTES", V * D * 4 // 4)
+        assert DEEP.table_parts == 4
         yield
 
 

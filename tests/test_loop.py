@@ -285,6 +285,28 @@ def test_a_loss_that_is_not_finite_ends_the_run(config):
     assert None in (last["loss"], last["grad_norm"])
 
 
+def test_no_scale_mends_a_loss_that_is_not_finite(config):
+    """In float16 too it ends the run at once; an overflow of the gradient alone does not."""
+    wild = dataclasses.replace(
+        config,
+        optim=OptimConfig(lr=1e3, min_lr=1e3, warmup=0, clip=0),
+        memory=MemoryConfig(compute="fp16"),
+        eval_every=0,
+    )
+    with pytest.raises(Diverged, match=r"the loss of step \d+ is not finite; parameters are as"):
+        train(wild)
+    lines = Path(config.out, "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
+    assert len(losses) > 1
+    assert losses.index(None) == len(losses) - 1
+
+
+def test_a_loss_on_held_out_text_that_is_not_finite_ends_the_run(config, monkeypatch):
+    monkeypatch.setattr("tpjax.loop._Run.evaluate", lambda run, params: float("nan"))
+    with pytest.raises(Diverged, match="the loss on held-out text after step 5 is not finite"):
+        train(config)
+
+
 def test_evaluation_takes_a_part_of_the_batch_at_a_time(config, tmp_path):
     """With accumulation the losses are the same, from batches of a part's size."""
     once = dataclasses.replace(config, mesh=MeshConfig(tensor=4), steps=2)

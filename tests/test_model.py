@@ -22,10 +22,10 @@ from conftest import (
 )
 from flax import nnx
 
-from tpjax import layers, quant
+from tpjax import architecture, quant
 from tpjax.config import RopeConfig
 from tpjax.data import place
-from tpjax.layers import PARAMETERS, rope_frequencies, rotate, table_parts
+from tpjax.layers import PARAMETERS, rope_frequencies, rotate
 from tpjax.state import create_state, graph
 from tpjax.step import loss_and_gradients
 
@@ -112,9 +112,9 @@ def test_initial_weights_are_the_same_bits_on_every_mesh(mesh, params):
 
 
 def test_tables_drawn_in_parts_are_the_same_bits_on_every_mesh(monkeypatch):
-    monkeypatch.setattr(layers, "TABLE_PART_BYTES", 128 * 32 * 4 // 4)
+    monkeypatch.setattr(architecture, "TABLE_PART_BYTES", 128 * 32 * 4 // 4)
     monkeypatch.setattr(quant, "BLOCK", 4)
-    assert table_parts(TINY) == 4
+    assert TINY.table_parts == 4
     for params in ("fp32", "int8"):
         found = [
             to_numpy(create_state(c := tiny_config(mesh, params=params), mesh_of(c)).params)

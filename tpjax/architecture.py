@@ -8,11 +8,14 @@ Letters used for sizes everywhere in tpjax:
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from tpjax.checks import check_fields, require
+
+TABLE_PART_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,13 +100,31 @@ class ModelConfig:
 
     @property
     def padded_vocab_size(self) -> int:
-        """V: the vocabulary rounded up so that every allowed tensor axis divides it.
+        """V: the vocabulary rounded up so that every allowed tensor axis divides it, and each
+        of its parts.
 
         A tensor axis always divides N, so a multiple of N (and of 64, a matmul
         tile) serves every mesh alike: weights and checkpoints have one shape.
         """
+        return self._table[0]
+
+    @property
+    def table_parts(self) -> int:
+        """Parts in which a vocabulary's table is made and updated, dealt out by rows, the same
+        on every mesh: as many as keep the float32 values of one below `TABLE_PART_BYTES`, or
+        up to twice as many, to be equal."""
+        return self._table[1]
+
+    @property
+    def _table(self) -> tuple[int, int]:
+        """Rows and parts."""
         multiple = math.lcm(self.num_heads, 64)
-        return -(-self.vocab_size // multiple) * multiple
+        for V in itertools.count(-(-self.vocab_size // multiple) * multiple, multiple):
+            fewest = -(-V * self.embed_dim * 4 // TABLE_PART_BYTES)
+            for parts in range(fewest, 2 * fewest + 1):
+                if V // self.num_heads % parts == 0:
+                    return V, parts
+        raise AssertionError("some multiple has a divisor of any size")
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -25,7 +25,6 @@ from tpjax.precision import DTYPES
 from tpjax.sharding import activation_spec, residual_spec, undeal, weight_spec
 
 INIT_STD = 0.02  # GPT-2's, for every matrix
-TABLE_PART_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def make_weight(model: ModelConfig, memory: MemoryConfig, rngs: nnx.Rngs, name: 
         value = jnp.full(shape, row.init == "ones", jnp.float32, out_sharding=spec)
         return nnx.Param(stored(value), name=name)
     std = INIT_STD / (math.sqrt(2 * model.num_layers) if row.init == "residual" else 1)
-    parts = table_parts(model) if row.letters[0] == "V" else 1
+    parts = model.table_parts if row.letters[0] == "V" else 1
 
     def draw(key: Array) -> Array | quant.Int8:
         some = (shape[0] // parts, *shape[1:])
@@ -103,14 +102,6 @@ def make_weight(model: ModelConfig, memory: MemoryConfig, rngs: nnx.Rngs, name: 
     dealt = jax.lax.map(draw, jax.random.split(rngs.params(), parts))
     value = jax.tree.map(lambda x: undeal(jnp.swapaxes(x, 0, 1)), dealt)
     return nnx.Param(value, name=name)
-
-
-def table_parts(model: ModelConfig) -> int:
-    """Parts in which a vocabulary table is updated, dealt out by rows: the fewest that keep
-    a part's float32 values below `TABLE_PART_BYTES`, the same on every mesh."""
-    V, D, N = (model.sizes[letter] for letter in "VDN")
-    wanted = -(-V * D * 4 // TABLE_PART_BYTES)
-    return next(parts for parts in range(wanted, V // N + 1) if V // N % parts == 0)
 
 
 def int8_block(model: ModelConfig, name: str) -> quant.Block:

@@ -24,7 +24,7 @@ from jax.sharding import reshard
 
 from tpjax import quant, remat, tables, updates
 from tpjax.config import TrainConfig
-from tpjax.layers import rope_tables, table_parts
+from tpjax.layers import rope_tables
 from tpjax.loss import loss_and_x_gradient
 from tpjax.model import Transformer
 from tpjax.precision import DTYPES
@@ -33,16 +33,15 @@ from tpjax.state import Batch, TrainState, graph, optimizer_of
 from tpjax.updates import Application
 
 
-def clip_per_part(config: TrainConfig) -> float:
-    """The greatest norm of each layer's gradient, of each part of a table's and of the
-    rest's (0: not clipped): all of them at it, the whole gradient is at `clip`.
+def clip_each(config: TrainConfig) -> float:
+    """The greatest norm of each layer's gradient, each table's and the rest's (0: not clipped):
+    all of them at it, the whole gradient is at `clip`. A table's is shared out alike over its
+    parts.
 
     The global norm is not known before the last part, when the others are used up.
     """
-    model = config.model
-    num_tables = 1 if model.tie_embeddings else 2
-    num_parts = model.num_layers + num_tables * table_parts(model) + 1
-    return config.optim.clip / math.sqrt(num_parts)
+    num_tables = 1 if config.model.tie_embeddings else 2
+    return config.optim.clip / math.sqrt(config.model.num_layers + num_tables + 1)
 
 
 def update(
@@ -77,7 +76,7 @@ class _Sweep:
         self.split, self.num_layers = config.memory.split, config.model.num_layers
         self.group = remat.group_size(self.num_layers) if config.memory.remat == "nested" else 1
         self.slots = quant.slots(self.parts.rest, DTYPES[config.memory.compute])
-        self.clip = clip_per_part(config)
+        self.clip = clip_each(config)
         self.blocks_graph, _ = nnx.split(self.model(self.slots).blocks)
 
     def model(self, rest_slots: dict) -> Transformer:
@@ -213,10 +212,14 @@ class _Sweep:
         (total, dx_BTD), _ = jax.lax.scan(one, start, jnp.arange(self.split))
         return total, undeal(dx_BTD)
 
-    def clipped(self, gradients: dict, how: Application) -> tuple[Application, Array]:
-        """How to apply the gradient of one part, and its sum of squares."""
+    def clipped(
+        self, gradients: dict, how: Application, parts: int = 1
+    ) -> tuple[Application, Array]:
+        """How to apply the gradient of a layer, of the rest, or of one of the `parts` of a
+        table; and its sum of squares."""
         norm = updates.global_norm(gradients)
-        return how._replace(scale=updates.clip_scale(norm, self.clip)), norm * norm
+        scale = updates.clip_scale(norm, self.clip / math.sqrt(parts))
+        return how._replace(scale=scale), norm * norm
 
     @jax.named_scope("update")
     def rest(self, gradients: dict, embed_back: Callable, dx_BTD: Array, how: Application) -> tuple:
@@ -231,7 +234,7 @@ class _Sweep:
     def tables(self, y_BTD: Array, lse_BT: Array, dx_BTD: Array, how: Application) -> tuple:
         """({name: new table}, state) by name, and the sum of squares."""
         config, batch = self.config, self.batch
-        model, memory, parts = config.model, config.memory, table_parts(config.model)
+        model, memory, parts = config.model, config.memory, config.model.table_parts
         tokens = (batch.targets_BT, batch.valid_BT, lse_BT, 1 / batch.count)
         with jax.named_scope("loss"):  # gathered once for all parts
             y_BTD, dx_BTD = (reshard(x, activation_spec("BTD")) for x in (y_BTD, dx_BTD))
@@ -251,7 +254,7 @@ class _Sweep:
             with jax.named_scope("loss"):
                 gradients = {name: gradient(name, whole[0], part)}
             with jax.named_scope("update"):
-                how_clipped, square = self.clipped(gradients, how)
+                how_clipped, square = self.clipped(gradients, how, parts)
                 whole = updates.update_rows(
                     self.optimizer, gradients, whole, part, parts, how_clipped
                 )

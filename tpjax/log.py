@@ -1,9 +1,11 @@
-"""Where a run's figures go: metrics.jsonl, TensorBoard events, the screen."""
+"""Where a run's figures go: its folder, metrics.jsonl, TensorBoard events, the screen."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import os
 import time
 from pathlib import Path
 
@@ -11,10 +13,31 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tensorboardX import SummaryWriter
 
+from tpjax.config import ConfigError, TrainConfig
 from tpjax.memory.live import LiveMemory, RunMemory
 from tpjax.memory.records import gib
 
 LINES_PER_RUN = 10  # progress lines kept on the screen, beside the moving bar
+
+
+def free_folder(config: TrainConfig) -> Path:
+    """The folder for the run, not made yet."""
+    out = Path(config.out or f"runs/{config.model.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if (out / "metrics.jsonl").exists():
+        raise ConfigError(f"out {out} holds a run already; name another folder.")
+    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ConfigError(f"out {out} cannot be written: {there} is no folder to write to.")
+    return out
+
+
+def open_folder(out: Path, config: TrainConfig) -> None:
+    """Makes the run's folder, with its configuration in it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(f"out {out} cannot be written: {error.strerror}.") from error
 
 
 class RunLog:

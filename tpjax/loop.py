@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from tpjax.config import ConfigError, TrainConfig
 from tpjax.data import EvalBatches, Tokenizer, TrainBatches, load_corpus, load_tokenizer, place
 from tpjax.generate import sample
-from tpjax.log import RunLog
+from tpjax.log import RunLog, free_folder, open_folder
 from tpjax.memory.advice import advise, explain_peak
 from tpjax.memory.compiled import compile_lowered, host_bytes, init_peak_bytes, peak_bytes
 from tpjax.memory.live import LiveMemory, RunMemory, capacity, check_pool, live_memory
@@ -120,7 +119,7 @@ def train(config: TrainConfig) -> Result:
         raise ConfigError(_cannot_fit(run, result.memory))
     if config.dry_run:
         return result
-    _open_folder(out, config)
+    open_folder(out, config)
     with RunLog(out, config.steps) as log:
         log.prediction(result.memory)
         state, train_loss, eval_loss, seconds = _steps(run, log)
@@ -182,17 +181,22 @@ def _all_steps(run: _Run, state: TrainState, log: RunLog) -> tuple[TrainState, f
             begun = time.perf_counter()
             eval_loss = run.evaluate(state.params)
             log.evaluation(step, eval_loss)
+            if not math.isfinite(eval_loss):
+                raise Diverged(
+                    f"the loss on held-out text after step {step} is not finite. Lower --lr. The "
+                    f"run up to there is in {run.out}."
+                )
             eval_seconds += time.perf_counter() - begun
     return state, train_loss, eval_loss, time.perf_counter() - start - eval_seconds
 
 
 def _check_finite(run: _Run, step: int, metrics: dict) -> None:
-    """Ends a run whose loss or gradient is no number, unless float16 has merely overflowed:
+    """Ends a run whose loss or gradient is no number, unless only the gradient is, in float16:
     then the step was left out, and the next one's loss is scaled by half as much."""
     optim, loss, norm = run.config.optim, float(metrics["loss"]), float(metrics["grad_norm"])
     if math.isfinite(loss) and math.isfinite(norm):
         return
-    if float(metrics.get("loss_scale", 1)) > 1:
+    if math.isfinite(loss) and float(metrics.get("loss_scale", 1)) > 1:
         return
     what = "the gradient" if math.isfinite(loss) else "the loss"
     left_out = "parameters are as before it"
@@ -219,7 +223,7 @@ def _log_steps(run: _Run, log: RunLog, pending: deque, keep: int) -> float:
 
 def _prepare(config: TrainConfig) -> _Run:
     """Everything that can fail, before anything is trained or written."""
-    out = _free_folder(config)
+    out = free_folder(config)
     devices = start_devices(config.devices, config.pool)
     pool = check_pool(config.pool, [d for d in devices if d.process_index == jax.process_index()])
     config = resolve(config, num_devices=len(devices), platform=devices[0].platform)
@@ -288,26 +292,6 @@ def _predicted(run: _Run) -> RunMemory:
         host_peak_reason="nothing has run",
         pool=run.pool,
     )
-
-
-def _free_folder(config: TrainConfig) -> Path:
-    """The folder for the run, not made yet."""
-    out = Path(config.out or f"runs/{config.model.name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if (out / "metrics.jsonl").exists():
-        raise ConfigError(f"out {out} holds a run already; name another folder.")
-    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ConfigError(f"out {out} cannot be written: {there} is no folder to write to.")
-    return out
-
-
-def _open_folder(out: Path, config: TrainConfig) -> None:
-    """Makes the run's folder, with its configuration in it."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
-    except OSError as error:
-        raise ConfigError(f"out {out} cannot be written: {error.strerror}.") from error
 
 
 def _sample(run: _Run, params: dict) -> tuple[str, str]:

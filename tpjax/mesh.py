@@ -112,3 +112,8 @@ def start_devices(num_simulated: int, pool: PoolConfig | None = None) -> list:
             "restart the kernel), or set devices to what there is."
         )
     return devices[:num_simulated]
+
+
+def is_absent(device) -> bool:
+    """Whether a device can only be compiled for."""
+    return type(device.client).__name__.startswith("CompileOnly")

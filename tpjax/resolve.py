@@ -48,9 +48,8 @@ def resolve(config: TrainConfig, *, num_devices: int, platform: str) -> TrainCon
         sequence_parallel=_splits_sequence(config) and mesh.tensor > 1,
         tie_embeddings=model.tie_embeddings,
     )
-    split = _split(config, mesh)
-    memory = dataclasses.replace(memory, split=split)
     _check_update(config, compute)
+    memory = dataclasses.replace(memory, split=_split(config, mesh))
     config = dataclasses.replace(config, mesh=mesh, memory=memory, optim=optim, devices=num_devices)
     return dataclasses.replace(
         config, memory=dataclasses.replace(memory, loss_chunks=_loss_chunks(config, mesh))

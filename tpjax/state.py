@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from tpjax import optim, updates
 from tpjax.config import MeshConfig, TrainConfig
-from tpjax.mesh import make_mesh
+from tpjax.mesh import is_absent, make_mesh
 from tpjax.model import Transformer
 from tpjax.precision import LossScale
 from tpjax.sharding import activation_spec
@@ -102,7 +102,7 @@ def abstract_state(config: TrainConfig, mesh: Mesh) -> TrainState:
     def place(leaf: jax.ShapeDtypeStruct, offloads: bool = False) -> jax.ShapeDtypeStruct:
         spec = P() if leaf.sharding is None else leaf.sharding.spec  # None: a scalar
         sharding = NamedSharding(mesh, spec)
-        if offloads and len(leaf.shape) > 1:  # what is less is a scalar, for each layer or part
+        if offloads and len(leaf.shape) > 1:  # what is less is too small to be worth it
             sharding = host_sharding(mesh, spec)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
@@ -115,8 +115,8 @@ def abstract_state(config: TrainConfig, mesh: Mesh) -> TrainState:
 def host_sharding(mesh: Mesh, spec: P) -> NamedSharding:
     """Shards that wait in the pinned memory of each device's host."""
     # Devices that are only compiled for know no memories; without them JAX asks nobody.
-    absent = type(mesh.devices.flat[0].client).__name__.startswith("CompileOnly")
-    return NamedSharding(mesh.abstract_mesh if absent else mesh, spec, memory_kind="pinned_host")
+    where = mesh.abstract_mesh if is_absent(mesh.devices.flat[0]) else mesh
+    return NamedSharding(where, spec, memory_kind="pinned_host")
 
 
 def abstract_batch(config: TrainConfig, mesh: Mesh, rows: int) -> Batch:

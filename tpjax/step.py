@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 from tpjax import layerwise, optim, quant, updates
 from tpjax.config import TrainConfig
-from tpjax.layers import table_parts
 from tpjax.loss import next_token_loss
 from tpjax.precision import DTYPES
 from tpjax.sharding import deal
@@ -103,7 +102,8 @@ def train_step(
     loss_scale = state.loss_scale
     if loss_scale is not None:
         metrics["loss_scale"] = loss_scale.scale
-        loss_scale = loss_scale.after(jnp.isfinite(loss) & jnp.isfinite(norm))
+        # No scale mends a loss that is not finite itself.
+        loss_scale = loss_scale.after(jnp.isfinite(norm) | ~jnp.isfinite(loss))
     return TrainState(state.step + 1, state.seed, params, opt_state, loss_scale), metrics
 
 
@@ -128,7 +128,7 @@ def _update_whole(
     optimizer = optimizer_of(config)
     with jax.named_scope("update"):
         params, opt_state = updates.update(
-            optimizer, gradients, state.opt_state, state.params, how, table_parts(config.model)
+            optimizer, gradients, state.opt_state, state.params, how, config.model.table_parts
         )
     return params, opt_state, loss / scale, norm
 

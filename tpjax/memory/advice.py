@@ -82,7 +82,12 @@ def _changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
         yield f"--accumulate={parts}", dataclasses.replace(config, data=split)
     if mesh.data > 1:
         sharded = dataclasses.replace(mesh, data=1, fsdp=mesh.fsdp * mesh.data)
-        yield f"--mesh={sharded}", dataclasses.replace(config, mesh=sharded)
+        changed = dataclasses.replace(config, mesh=sharded)
+        if memory.update == "whole":
+            yield f"--mesh={sharded}", changed
+        else:  # what is best for the mesh there is, is not for the other
+            split = dataclasses.replace(memory, split="auto")
+            yield f"--mesh={sharded} --split=auto", dataclasses.replace(changed, memory=split)
 
 
 def explain_peak(ledger: Sequence[Line], advice: Sequence[Advice]) -> str:

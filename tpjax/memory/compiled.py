@@ -31,10 +31,10 @@ from tpjax.memory.names import Namer
 from tpjax.memory.paths import readable
 from tpjax.memory.records import Collective
 from tpjax.memory.traffic import collectives
-from tpjax.mesh import make_mesh, stay_off_missing_gpus
+from tpjax.mesh import is_absent, make_mesh, stay_off_missing_gpus
 from tpjax.resolve import resolve
 from tpjax.sharding import bytes_per_device
-from tpjax.state import abstract_state, lower_init
+from tpjax.state import TrainState, abstract_state, lower_init
 from tpjax.step import lower_train_step
 
 # Nothing can be timed on a GPU that is not there, and Triton's matmuls need timing.
@@ -185,11 +185,6 @@ def result_name(path: tuple) -> str:
     return readable(f"result{jax.tree_util.keystr(path)}")
 
 
-def is_absent(device) -> bool:
-    """Whether a device can only be compiled for."""
-    return type(device.client).__name__.startswith("CompileOnly")
-
-
 @contextlib.contextmanager
 def _no_cache():
     """A program from JAX's cache on disk is not compiled, and nothing is said of it."""
@@ -236,8 +231,15 @@ def init_peak_bytes(config: TrainConfig, mesh: Mesh) -> int:
     peak = peak_bytes(lowered.compile(compiler_options=_options(mesh)))
     if config.memory.init == "lazy" or mesh.size == 1:
         return peak
-    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(lowered.out_info))
-    return max(peak, whole + bytes_per_device(abstract_state(config, mesh)))
+    first = make_mesh(MeshConfig(), config.model, [mesh.devices.flat[0]])
+    whole, shards = (_on_device(abstract_state(config, one)) for one in (first, mesh))
+    return max(peak, whole + shards)
+
+
+def _on_device(state: TrainState) -> int:
+    """Bytes of an abstract state on one device, without what waits in its host's memory."""
+    leaves = jax.tree.leaves(state)
+    return bytes_per_device([x for x in leaves if x.sharding.memory_kind != "pinned_host"])
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tpjax.config import TrainConfig
-from tpjax.layers import PARAMETERS, table_parts
+from tpjax.layers import PARAMETERS
 from tpjax.memory.records import Collective, Finding, gib
 from tpjax.mesh import TENSOR
 from tpjax.remat import repeated
@@ -130,7 +130,7 @@ def _tables(config: TrainConfig) -> Iterator[Need]:
     mesh, A, layerwise = config.mesh, config.data.accumulate, config.memory.update == "layerwise"
     assert mesh is not None
     gathered, tied = _elements(config, "embedding", ("tensor",)), config.model.tie_embeddings
-    parts = table_parts(config.model) if layerwise else 1
+    parts = config.model.table_parts if layerwise else 1
     if mesh.fsdp > 1:
         yield Need(op="all-gather", axis="fsdp", elements=gathered, count=A * (1 if tied else 2))
         if layerwise:

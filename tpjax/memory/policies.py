@@ -103,9 +103,11 @@ def kept_bytes(config: TrainConfig) -> int:
 
 
 def _all_bytes(config: TrainConfig) -> int:
-    """What differentiating every layer keeps, by tracing one."""
+    """What differentiating every layer keeps of the tokens, by tracing one."""
     model, memory, mesh = config.model, config.memory, config.mesh
     assert mesh is not None  # resolved
+    # However weights are stored, what is kept is of the compute dtype.
+    memory = dataclasses.replace(memory, params="fp32")
     abstract = abstract_mesh(mesh, model)
     with jax.sharding.use_abstract_mesh(abstract):
         graph, weights = nnx.split(nnx.eval_shape(lambda: Block(model, memory, nnx.Rngs(0))))
@@ -119,4 +121,11 @@ def _all_bytes(config: TrainConfig) -> int:
             rope = model.rope and rope_tables(model.rope, model.head_dim, x_BTD.shape[1])
             return jax.vjp(lambda x, w: nnx.merge(graph, w)(x, rope), x_BTD, weights)[1]
 
-        return model.num_layers * bytes_per_device(jax.eval_shape(kept, x_BTD, weights))
+        leaves = jax.tree.leaves(jax.eval_shape(kept, x_BTD, weights))
+    of_tokens = [x for x in leaves if _lies_over_the_batch(x)]
+    return model.num_layers * bytes_per_device(of_tokens)
+
+
+def _lies_over_the_batch(leaf) -> bool:
+    """Which every activation does, on any mesh, and no weight or angle."""
+    return "data" in str(leaf.sharding.spec[:1])

@@ -25,7 +25,7 @@ class Roofline:
         compute: matrix units, all operations with those repeated.
         memory: the device's own, for the state (read and written), and what is kept.
         network: the link to the other devices.
-        host: the link to the host, for what is offloaded: out and in again.
+        host: the link to the host, for what is offloaded: out, and at once in again.
     """
 
     compute: float
@@ -50,12 +50,14 @@ def roofline(config: TrainConfig, report: MemoryReport, nodes: int = 1) -> Roofl
     link = gpu.link_bandwidth if nodes == 1 else gpu.network_bandwidth
     if rate is None or link is None:
         return None
-    moved_bytes = 2 * (report.argument_bytes + kept_bytes(config))
+    # Without remat XLA may keep less than differentiating would.
+    kept = min(kept_bytes(config), report.temp_bytes + report.host_bytes)
+    moved_bytes = 2 * (report.argument_bytes + kept)
     return Roofline(
         compute=step_flops(config) / config.devices / rate,
         memory=moved_bytes / gpu.memory_bandwidth,
         network=(report.wire_bytes or 0) / link,
-        host=2 * report.host_bytes / host_bandwidth(gpu),
+        host=report.host_bytes / host_bandwidth(gpu),
     )
 
 
