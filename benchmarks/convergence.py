@@ -82,14 +82,13 @@ def validation_loss(corpus: str, steps: int, seed: int, memory: dict) -> float:
 
 
 def table(losses: dict[str, list[float]]) -> Table:
-    """Mean loss, each seed's, and the mean distance from float32 of the same seed."""
+    """Mean loss, each seed's, and the distance of the mean from that of float32."""
     found = Table("technique", "loss", "by seed", "gap to fp32")
     for name, values in losses.items():
-        gaps = [100 * (a / b - 1) for a, b in zip(values, losses["fp32"], strict=True)]
+        mean = statistics.mean(values)
+        gap = 100 * (mean / statistics.mean(losses["fp32"]) - 1)
         by_seed = ", ".join(f"{value:.4f}" for value in values)
-        found.add_row(
-            name, f"{statistics.mean(values):.4f}", by_seed, f"{statistics.mean(gaps):+.2f} %"
-        )
+        found.add_row(name, f"{mean:.4f}", by_seed, f"{gap:+.2f} %")
     return found
 
 

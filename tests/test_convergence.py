@@ -7,7 +7,10 @@ left is measured on text of it that was not trained on.
 from __future__ import annotations
 
 import dataclasses
+import json
+import statistics
 from functools import lru_cache
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +18,13 @@ import numpy as np
 import pytest
 from conftest import TINY, mesh_of, tiny_config
 
+from benchmarks.convergence import TECHNIQUES
 from tpjax.config import OptimConfig
 from tpjax.data import place
 from tpjax.state import create_state
 from tpjax.step import lower_eval_step, lower_train_step
 
+ROOT = Path(__file__).parent.parent
 STEPS, HELD_OUT = 250, 8
 LAYERWISE = {"update": "layerwise", "remat": "full"}
 
@@ -76,6 +81,22 @@ INT8 = (("params", "int8"), ("moments", "int8"))
 )
 def test_low_precision_learns_as_float32_does(settings, most):
     assert loss_left(settings) / loss_left() - 1 < most
+
+
+@pytest.mark.parametrize("name", ["shakespeare", "stdlib"])
+def test_the_saved_figures_say_what_the_readme_does(name):
+    """Three seeds each: within 1 % of float32, with int8 or factored state within 3 %."""
+    saved = json.loads((ROOT / f"benchmarks/results/convergence_{name}.json").read_text())
+    losses = saved["losses"]
+    assert list(losses) == list(TECHNIQUES)
+    means = {technique: statistics.mean(values) for technique, values in losses.items()}
+    assert all(len(values) == 3 for values in losses.values())
+    readme = (ROOT / "README.md").read_text()
+    for technique, mean in means.items():
+        gap = mean / means["fp32"] - 1
+        assert gap < (0.03 if "int8 parameters" in technique else 0.01), technique
+        (line,) = [line for line in readme.splitlines() if line.startswith(f"| {technique} |")]
+        assert f"{mean:.3f} ({100 * gap:+.1f} %)" in line.split("|")[3 if name == "stdlib" else 2]
 
 
 def test_small_updates_need_stochastic_rounding(monkeypatch):
