@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+
+from tpjax.sharding import placed, spec_of
 
 BLOCK = 128  # elements of a block at most
 MAX_SHARDS = 16  # of an axis of which nothing else is said
@@ -118,24 +118,14 @@ def dequantise(x: Int8) -> Array:
 
 def _split(x: Array, block: Block) -> Array:
     """[…, n, …] → […, n / size, size, …]: each shard splits its own."""
-    shape, spec = list(x.shape), list(_spec(x))
+    shape, spec = list(x.shape), list(spec_of(x))
     shape[block.axis : block.axis + 1] = [shape[block.axis] // block.size, block.size]
     spec.insert(block.axis + 1, None)
-    return jax.lax.reshape(x, shape, out_sharding=_placed(x, spec))
+    return jax.lax.reshape(x, shape, out_sharding=placed(x, *spec))
 
 
 def _join(x: Array, like: Array) -> Array:
-    return jax.lax.reshape(x, like.shape, out_sharding=_placed(like, _spec(like)))
-
-
-def _placed(like: Array, spec: Sequence) -> NamedSharding:
-    """A spec on the mesh that `like` is on, which may be none at all."""
-    return NamedSharding(jax.typeof(like).sharding.mesh, P(*spec))
-
-
-def _spec(x: Array) -> tuple:
-    spec = jax.typeof(x).sharding.spec
-    return (*spec, *[None] * (x.ndim - len(spec)))
+    return jax.lax.reshape(x, like.shape, out_sharding=placed(like, *spec_of(like)))
 
 
 def value(weight: Array | Int8, dtype) -> Array:

@@ -45,14 +45,14 @@ def residual_spec(sequence_parallel: bool) -> P:
 def deal(x: Array, parts: int) -> Array:
     """[n, …] → [n / parts, parts, …]: rows dealt out in turn, so that every part lies on all
     devices as the whole does and none moves."""
-    shape, (first, *others) = (x.shape[0] // parts, parts, *x.shape[1:]), _spec(x)
-    return jax.lax.reshape(x, shape, out_sharding=_placed(x, first, None, *others))
+    shape, (first, *others) = (x.shape[0] // parts, parts, *x.shape[1:]), spec_of(x)
+    return jax.lax.reshape(x, shape, out_sharding=placed(x, first, None, *others))
 
 
 def undeal(x: Array) -> Array:
     """`deal` undone."""
-    shape, (first, _, *others) = (x.shape[0] * x.shape[1], *x.shape[2:]), _spec(x)
-    return jax.lax.reshape(x, shape, out_sharding=_placed(x, first, *others))
+    shape, (first, _, *others) = (x.shape[0] * x.shape[1], *x.shape[2:]), spec_of(x)
+    return jax.lax.reshape(x, shape, out_sharding=placed(x, first, *others))
 
 
 def fetch(x: Array) -> Array:
@@ -67,12 +67,13 @@ def beside(x: Array, other: Array) -> Array:
     return jax.device_put(x, jax.memory.Space.Host) if in_host else x
 
 
-def _placed(x: Array, *spec) -> NamedSharding:
+def placed(x: Array, *spec) -> NamedSharding:
     """A spec on the mesh that `x` is on, which may be none at all."""
     return NamedSharding(jax.typeof(x).sharding.mesh, P(*spec))
 
 
-def _spec(x: Array) -> tuple:
+def spec_of(x: Array) -> tuple:
+    """The mesh axes of each of its dimensions."""
     spec = jax.typeof(x).sharding.spec
     return (*spec, *[None] * (x.ndim - len(spec)))
 
