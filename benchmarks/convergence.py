@@ -43,10 +43,12 @@ TECHNIQUES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--corpus", default="stdlib", help="a text file, or stdlib")
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=1000, help="of each run (1000)")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each technique (3)")
     parser.add_argument("--json", default="", help="file for the figures")
     flags = parser.parse_args()
     quant.MAX_SHARDS = 1

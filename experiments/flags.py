@@ -7,7 +7,7 @@ import dataclasses
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
@@ -47,7 +47,7 @@ def parse(
     messages = io.StringIO()
     try:
         _check_names(kind, argv)
-        words = [word for arg in argv for word in _THREE_WAY.get(arg, [arg])]
+        words = list(_words(argv))
         with contextlib.redirect_stderr(messages):
             return tyro.cli(
                 kind,
@@ -85,6 +85,13 @@ def _hyphens(arg: str) -> str:
     """A flag may be written with underscores."""
     name, equals, value = arg.partition("=")
     return name.replace("_", "-") + equals + value if arg.startswith("--") else arg
+
+
+def _words(argv: list[str]) -> Iterator[str]:
+    """The flags as tyro reads them."""
+    for number, arg in enumerate(argv):
+        has_value = not [*argv, "--"][number + 1].startswith("--")
+        yield from [arg] if has_value else _THREE_WAY.get(arg, [arg])
 
 
 def _model_name(argv: list[str]) -> str:
@@ -125,9 +132,28 @@ def _first_message(boxes: str) -> str:
     return " ".join(lines[: lines.index("")] if "" in lines else lines)
 
 
+def _truth(word: str) -> bool:
+    if word not in ("True", "False"):
+        raise ValueError(f"{word} must be True or False.")
+    return word == "True"
+
+
 def _registry() -> ConstructorRegistry:
-    """A model is named by its preset, a mesh written as axis=size pairs."""
+    """A model is named by its preset, a mesh written as axis=size pairs, and what is on, off or
+    left alone as a flag with or without --no-."""
     registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def three_way(info):
+        if info.type != bool | None:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="[True|False]",
+            instance_from_str=lambda args: _truth(args[0]),
+            is_instance=lambda value: value is None or isinstance(value, bool),
+            str_from_instance=lambda value: ["as it is" if value is None else str(value)],
+        )
 
     @registry.primitive_rule
     def model(info):

@@ -3,8 +3,8 @@
     python -m experiments.ladder
     python -m experiments.ladder --batch-size 8 --seq-len 2048 --json a.json --chart a.png
 
-No GPU is needed. The lecture names no batch: by default one for which no technique at all comes
-near its 120 GB. A minute of CPU time for every two or three rungs.
+No GPU is needed. The lecture names no batch: the default is one for which the first rung, with no
+technique at all, comes near its 120 GB. Each rung takes up to a minute.
 """
 
 from __future__ import annotations

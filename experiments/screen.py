@@ -35,7 +35,7 @@ def whole(report: MemoryReport) -> Group:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", show_header=bool(columns), box=box.SIMPLE_HEAD)
     for column in columns:
-        number = column in ("bytes", "runs")
+        number = column in ("bytes", "peak with it", "runs")
         table.add_column(
             column,
             justify="right" if number else "left",
@@ -116,7 +116,7 @@ def advice(changes: Sequence[Advice]) -> RenderableType:
     """Changes of the settings and the peak with each."""
     if not changes:
         return Text("No single change of the settings lowers the peak; use more devices.")
-    table = _table("what would help most", "change", "bytes")
+    table = _table("what would help most", "change", "peak with it")
     for change in changes:
         table.add_row(change.flags, gib(change.peak_bytes))
     return table

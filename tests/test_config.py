@@ -160,6 +160,9 @@ WRONG = {
     "split=3 is for --update=layerwise; --accumulate splits the batch of a whole update": (
         resolved(memory=MemoryConfig(split=3))
     ),
+    "offload='residual' is not a choice. Did you mean residuals?": lambda: MemoryConfig(
+        offload="residual"
+    ),
     "attention=cudnn needs a GPU and compute=bf16 or fp16; use --attention=xla": resolved(
         memory=MemoryConfig(attention="cudnn")
     ),
@@ -193,6 +196,25 @@ def test_configurations_are_frozen_keyword_only_and_plain_data():
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.steps = 3
     assert json.loads(json.dumps(dataclasses.asdict(config)))["mesh"]["tensor"] == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "value"),
+    [
+        ("", None),
+        ("--preallocate", True),
+        ("--preallocate True", True),
+        ("--preallocate=False", False),
+        ("--no-preallocate --steps 3", False),
+    ],
+)
+def test_what_can_be_left_alone_is_a_flag_with_or_without_a_value(flags, value):
+    assert parse_run("", flags.split()).pool.preallocate is value
+
+
+def test_offload_takes_its_names_in_any_order():
+    memory = MemoryConfig(offload="moments,residuals")
+    assert (memory.offloads_residuals, memory.offloads_moments) == (True, True)
 
 
 def test_flags_set_what_they_name():

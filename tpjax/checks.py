@@ -24,6 +24,22 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def check_names(field: str, value: str, alone: Iterable[str], together: Iterable[str]) -> None:
+    """A value that is one word of `alone`, or words of `together` with commas between them."""
+    alone, together, words = tuple(alone), tuple(together), value.split(",")
+    if value in alone:
+        return
+    for word in words:
+        require(
+            word in together,
+            f"{field}={value!r} is not a choice.{nearest(word.strip(), (*alone, *together))}"
+            if word not in alone
+            else f"{field}={value!r}: {word} goes alone; names to put together are "
+            f"{', '.join(together)}.",
+        )
+    require(len(set(words)) == len(words), f"{field}={value!r} names something twice.")
+
+
 def check_fields(config: Any, *, positive: str = "", non_negative: str = "") -> None:
     """Choices named by a `Literal`, and the signs of the fields listed."""
     for name, hint in get_type_hints(type(config)).items():

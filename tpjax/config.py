@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tpjax.architecture import ModelConfig, RopeConfig
-from tpjax.checks import ConfigError, check_fields, nearest, require
+from tpjax.checks import ConfigError, check_fields, check_names, nearest, require
 
 __all__ = [
     "ConfigError",
@@ -66,6 +66,8 @@ class MeshConfig:
 
 KEPT = ("attention", "qkv", "mlp_in")
 """What `remat` can name to be kept of each layer; see `remat.py`."""
+OFFLOADED = ("residuals", "moments")
+"""What `offload` can name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +94,9 @@ class MemoryConfig:
     split: Literal["auto"] | int = "auto"
     """Parts of the batch that go through a layer one after the other where the update is
     layerwise; auto: as many as leave a part 2048 tokens per device."""
-    offload: Literal["none", "residuals", "moments", "residuals,moments"] = "none"
-    """What waits in the host's memory until it is used: what the forward pass keeps of each
-    layer, the optimiser's moments, or both."""
+    offload: str = "none"
+    """What waits in the host's memory until it is used: none, residuals (what the forward pass
+    keeps of each layer), moments (the optimiser's), or residuals,moments."""
     loss_chunks: int = 0
     """Pieces of the sequence whose logits exist one at a time; 0: enough for 64 MiB each."""
     sequence_parallel: bool = True
@@ -114,19 +116,8 @@ class MemoryConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, non_negative="loss_chunks")
-        known = ("none", "dots", "full", "nested")
-        for name in () if self.remat in known else self.remat.split(","):
-            require(
-                name in KEPT,
-                f"remat={self.remat!r} is not a choice.{nearest(name, (*known, *KEPT))}"
-                if name not in known
-                else f"remat={self.remat!r}: {name} goes alone; names to put together are "
-                f"{', '.join(KEPT)}.",
-            )
-        require(
-            len(set(self.remat.split(","))) == len(self.remat.split(",")),
-            f"remat={self.remat!r} names something twice.",
-        )
+        check_names("remat", self.remat, ("none", "dots", "full", "nested"), KEPT)
+        check_names("offload", self.offload, ("none",), OFFLOADED)
         require(
             self.split == "auto" or (isinstance(self.split, int) and self.split > 0),
             f"split={self.split} must be auto or greater than 0.",
@@ -139,11 +130,11 @@ class MemoryConfig:
 
     @property
     def offloads_residuals(self) -> bool:
-        return "residuals" in self.offload
+        return "residuals" in self.offload.split(",")
 
     @property
     def offloads_moments(self) -> bool:
-        return "moments" in self.offload
+        return "moments" in self.offload.split(",")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -205,9 +205,10 @@ def _check_finite(run: _Run, step: int, metrics: dict) -> None:
             "with --update=layerwise that is found when other layers are updated already, so that "
             "the parameters are spoilt (--update=whole leaves such a step out)"
         )
+    clip = f" or --clip, which is {optim.clip:g}" if optim.clip else " or clip with --clip=1"
     raise Diverged(
-        f"{what} of step {step} is not finite; {left_out}. Lower --lr or clip the gradient (--clip "
-        f"{optim.clip}). The run up to there is in {run.out}."
+        f"{what} of step {step} is not finite; {left_out}. Lower --lr{clip}. The run up to there "
+        f"is in {run.out}."
     )
 
 

@@ -59,7 +59,7 @@ def _changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
         yield "--remat=nested", with_memory(remat="nested")
         if memory.remat != "full":
             yield "--remat=full", with_memory(remat="full")
-    if memory.offload != "residuals,moments":
+    if not (memory.offloads_residuals and memory.offloads_moments):
         offload = "residuals,moments"
         yield f"--offload={offload}", with_memory(offload=offload)
     if memory.params == "fp32":
@@ -72,6 +72,11 @@ def _changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
         remat = memory.remat if memory.remat in ("full", "nested") else "full"
         flags = f"--update=layerwise --remat={remat}"
         yield flags, with_memory(update="layerwise", remat=remat, split="auto")
+        if memory.params == "fp32":  # what README recommends for one card
+            leaner = with_memory(
+                params="bf16", moments="int8", update="layerwise", remat=remat, split="auto"
+            )
+            yield f"--params=bf16 --moments=int8 {flags}", leaner
     if not memory.donate:
         yield "--donate", with_memory(donate=True)
     if not memory.sequence_parallel and mesh.tensor > 1:
