@@ -131,8 +131,9 @@ def test_figures_are_the_compilers_and_the_counts_own():
     state_bytes = 12 * MODEL.num_parameters / 4
     assert state_bytes < found.init_peak_bytes < 3 * state_bytes
     assert (found.host_bytes, found.fits) == (0, True)
-    # State and what is kept, the scores above all, go out to the H100's memory and in again.
-    moved_bytes = 2 * (state_bytes + kept_bytes(config))
+    # State and what is kept, the scores above all, go out to the H100's memory and in again;
+    # no more than the compiler leaves beside the state, old and new.
+    moved_bytes = 2 * (state_bytes + min(kept_bytes(config), found.peak_bytes - 2 * state_bytes))
     assert found.roofline_seconds == pytest.approx(moved_bytes / 3.35232e12, rel=0.01)
 
 

@@ -81,13 +81,12 @@ def test_moments_leave_the_device_for_the_host():
 
 def test_what_leaves_layer_by_layer_is_not_on_the_device():
     """But for one layer's or one part of a table's, on their way there or back."""
-    offloads = ("none", "moments", "residuals,moments")
+    offloads = ("none", "residuals,moments")
     steps = [
         compiled(on_four_gpus(offload, update="layerwise", **SETTINGS)) for offload in offloads
     ]
     both = moments_bytes() + kept_bytes(on_four_gpus("residuals,moments", **SETTINGS))
-    assert [step.host_bytes for step in steps] == [0, moments_bytes(), both]
-    none, moments, all_of_it = (step.peak_bytes for step in steps)
-    assert none - moments > 0.75 * moments_bytes()
-    assert none - all_of_it > 0.75 * both
-    assert [lint(step) for step in steps[1:]] == [[], []]
+    assert [step.host_bytes for step in steps] == [0, both]
+    here, there = (step.peak_bytes for step in steps)
+    assert here - there > 0.75 * both
+    assert lint(steps[1]) == []
