@@ -99,7 +99,9 @@ def make_weight(model: ModelConfig, memory: MemoryConfig, rngs: nnx.Rngs, name: 
         some = (shape[0] // parts, *shape[1:])
         return stored(std * jax.random.normal(key, some, jnp.float32, out_sharding=spec))
 
-    dealt = jax.lax.map(draw, jax.random.split(rngs.params(), parts))
+    key = rngs.params()
+    keys = key[None] if parts == 1 else jax.random.split(key, parts)
+    dealt = jax.lax.map(draw, keys)
     value = jax.tree.map(lambda x: undeal(jnp.swapaxes(x, 0, 1)), dealt)
     return nnx.Param(value, name=name)
 

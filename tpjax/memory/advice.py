@@ -72,7 +72,7 @@ def _changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
         remat = memory.remat if memory.remat in ("full", "nested") else "full"
         flags = f"--update=layerwise --remat={remat}"
         yield flags, with_memory(update="layerwise", remat=remat, split="auto")
-        if memory.params == "fp32":  # what README recommends for one card
+        if memory.params == "fp32":  # the leanest of both in one
             leaner = with_memory(
                 params="bf16", moments="int8", update="layerwise", remat=remat, split="auto"
             )
