@@ -148,4 +148,7 @@ def test_making_the_state_needs_no_more_than_the_state(config):
     assert config.mesh is not None
     mesh = make_mesh(config.mesh, config.model, absent_devices("h100", 4))
     state_bytes = bytes_per_device(abstract_state(config, mesh))
-    assert state_bytes <= init_peak_bytes(config, mesh) < 1.02 * state_bytes
+    # In all: of what is drawn, at most once what a device has of a matrix or a part of a table.
+    drawn = {D * F // 4 * 4, WIDE.padded_vocab_size * D // WIDE.table_parts // 4 * 4}
+    assert drawn == {2**20}
+    assert state_bytes <= init_peak_bytes(config, mesh) < state_bytes + 2**20

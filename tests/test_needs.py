@@ -284,6 +284,8 @@ def test_groups_of_devices_in_every_notation(text, groups):
     ("moves", "count"),
     [
         ("collective-permute(%p), source_target_pairs={}", 0),
+        ("collective-permute(%p), source_target_pairs={{1,1},{0,0}}", 0),
+        ("collective-permute(%p), source_target_pairs={{1,0},{0,1}}", 1),
         ("all-reduce(%p), replica_groups={{0},{1}}", 0),
         ("all-reduce(%p), replica_groups={{0,1}}", 1),
     ],
