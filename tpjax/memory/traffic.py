@@ -28,7 +28,7 @@ def collectives(program: Program, namer: Namer, mesh: Mesh | None) -> list[Colle
         collective
         for computation, runs in program.runs.items()
         for one in program.by_computation[computation]
-        if runs != 0 and one.collective is not None and "source_target_pairs={}" not in one.text
+        if runs != 0 and one.collective is not None
         for collective in _of_instruction(program, namer, one, runs, mesh)
     ]
 
