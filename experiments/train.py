@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
+
 from rich.console import Console
 from rich.table import Table
 
 from experiments.flags import fail, parse_run
 from tpjax.config import ConfigError, TrainConfig
 from tpjax.layerwise import clip_each
-from tpjax.loop import Diverged, OutOfMemory, Result, train
+from tpjax.loop import Diverged, OutOfMemory, Result, SaveFailed, train
 from tpjax.memory.records import gib
+from tpjax.preemption import STOPPED_STATUS
 
 
 def main() -> None:
@@ -18,9 +22,23 @@ def main() -> None:
         result = train(config)
     except (ConfigError, Diverged) as error:
         fail(str(error))
-    except OutOfMemory as error:
+    except (OutOfMemory, SaveFailed) as error:
         fail(str(error), status=1)
     Console().print(summary(result))
+    if result.stopped:
+        print(how_to_go_on(result, sys.argv[1:]))
+        raise SystemExit(STOPPED_STATUS)
+
+
+def how_to_go_on(result: Result, argv: list[str]) -> str:
+    """One line: where a run stopped, and the command that goes on from there."""
+    words = ["python", "-m", "experiments.train", *argv]
+    if not result.config.out and result.out is not None:
+        words += ["--out", str(result.out)]
+    where = (
+        f"after step {result.steps} of {result.config.steps}" if result.steps else "at its start"
+    )
+    return f"stopped by {result.stopped} {where}; to go on: {shlex.join(words)}"
 
 
 def summary(result: Result) -> Table:
@@ -48,18 +66,29 @@ def summary(result: Result) -> Table:
     if memory.pool is not None:
         rows["pool"] = memory.pool
     if result.out is not None:
-        rows |= {
-            "speed": f"{result.tokens_per_s:,.0f} tokens/s",
-            "final loss": f"{result.train_loss:.3f} on the last batch, "
-            f"{result.eval_loss:.3f} on held-out text",
-            "sample": f"{result.prompt!r} → {result.sample!r}",
-            "written to": str(result.out),
-        }
-    else:
+        rows |= {"steps": f"{result.steps} of {config.steps}", **_outcome(result)}
+        rows |= {"checkpoint": str(result.checkpoint), "written to": str(result.out)}
+    elif result.config.dry_run:
         rows["dry run"] = "all checks passed; nothing was trained"
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _outcome(result: Result) -> dict[str, str]:
+    """Speed, losses and sample, as far as there are any."""
+    rows = {}
+    if result.tokens_per_s is not None:
+        rows["speed"] = f"{result.tokens_per_s:,.0f} tokens/s"
+    if result.bad_steps:
+        rows["bad steps"] = f"{result.bad_steps} left out: loss or gradient not finite"
+    losses = {"the last batch": result.train_loss, "held-out text": result.eval_loss}
+    said = [f"{loss:.3f} on {where}" for where, loss in losses.items() if loss is not None]
+    if said:
+        rows["final loss"] = ", ".join(said)
+    if result.sample is not None:
+        rows["sample"] = f"{result.prompt!r} → {result.sample!r}"
+    return rows
 
 
 def _offloaded(result: Result) -> str:

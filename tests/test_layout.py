@@ -11,10 +11,10 @@ import tpjax
 
 ROOT = Path(__file__).parent.parent
 RANKS = [
-    {"checks"},
+    {"checks", "health", "preemption"},
     {"architecture"},
     {"config"},
-    {"presets", "gpus", "precision", "remat", "pool"},
+    {"presets", "gpus", "precision", "remat", "pool", "folder"},
     {"mesh"},
     {"sharding"},
     {"quant"},
@@ -39,7 +39,11 @@ RANKS = [
     {"memory.explain"},
     {"memory.ladder"},
     {"memory.chart"},
-    {"log"},
+    {"checkpoint"},
+    {"saver", "resume"},
+    {"log", "restore"},
+    {"run"},
+    {"training"},
     {"loop"},
 ]
 

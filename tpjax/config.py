@@ -23,6 +23,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "PoolConfig",
+    "RecoveryConfig",
     "RopeConfig",
     "TrainConfig",
     "nearest",
@@ -232,6 +233,35 @@ class PoolConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecoveryConfig:
+    """What a run saves, and what it does when something goes wrong."""
+
+    checkpoint_every: int | None = None
+    """Steps between checkpoints, beside the one at the end and the one of a run that is stopped;
+    by default a tenth of all steps, at most 1000; 0: no others."""
+    keep: int = 2
+    """Newest checkpoints kept, beside the one with the lowest validation loss."""
+    checkpoint_copy: bool = True
+    """Copy the state into the host's memory and write it while training goes on; without, it is
+    written piece by piece while training waits."""
+    on_save_error: Literal["continue", "stop"] = "continue"
+    """When a checkpoint cannot be written: go on and try again at the next one, or end the run."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """Go on from the newest whole checkpoint in --out: if there is one, never, or refuse to start
+    without."""
+    stop_after: int = 0
+    """End after so many steps of this start, saved and ready to go on; 0: after all of --steps."""
+    max_bad_steps: int = 3
+    """Steps in a row whose loss or gradient is not finite, and which are left out, before the run
+    ends."""
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self, positive="keep max_bad_steps", non_negative="checkpoint_every stop_after"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """One training run. `resolve.resolve` fills in what depends on the machine."""
 
@@ -246,6 +276,7 @@ class TrainConfig:
     pool: PoolConfig = field(default_factory=PoolConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     steps: int = 1000
     """Optimiser steps."""
     seed: int = 0
@@ -253,10 +284,13 @@ class TrainConfig:
     eval_every: int = 0
     """Steps between evaluations on held-out text; 0: only after the last step."""
     out: str = ""
-    """Folder for config.json, metrics.jsonl, memory.json and TensorBoard events; by default
-    a new one under runs/."""
+    """Folder for config.json, metrics.jsonl, memory.json, TensorBoard events and checkpoints/; by
+    default a new one under runs/."""
+    deterministic: bool = False
+    """Use only such GPU kernels as give the same bits every time (a CPU's do)."""
     force: bool = False
-    """Start a run that cannot fit into memory all the same."""
+    """Start a run that cannot fit into memory or on the disk, or resume one with other settings
+    than it was begun with, all the same."""
     dry_run: bool = False
     """Check everything, compile, report, and stop before the first step."""
 

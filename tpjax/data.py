@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import sysconfig
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -98,6 +99,14 @@ class Corpus:
 
     train: np.ndarray
     validation: np.ndarray
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells whether two corpora are the same tokens."""
+        crc = 0
+        for tokens in (self.train, self.validation):
+            crc = zlib.crc32(np.ascontiguousarray(tokens).data, crc)
+        return f"{len(self.train)} + {len(self.validation)} tokens, CRC-32 {crc:08x}"
 
 
 def load_corpus(config: TrainConfig, tokenizer: Tokenizer) -> Corpus:
@@ -202,19 +211,26 @@ def _read_parquet(path: Path) -> Iterator[str]:
 @dataclass(frozen=True)
 class TrainBatches:
     """Batch number → rows. Every epoch visits all windows in a new order and starts
-    them at a new offset, both a function of the seed and the epoch."""
+    them at a new offset, both a function of the seed and the epoch.
+
+    Attributes:
+        shift: sequences read before batch 0 would start: not 0 where a run goes on with
+            batches of another size.
+    """
 
     tokens: np.ndarray
     batch_size: int
     seq_len: int
     seed: int
+    shift: int = 0
 
     def rows(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """tokens_BT, targets_BT, valid_BT of batch `number` (0, 1, …)."""
         T = self.seq_len
         windows = max((len(self.tokens) - 1) // T - 1, 1)
         starts = []
-        for row in range(number * self.batch_size, (number + 1) * self.batch_size):
+        first = self.shift + number * self.batch_size
+        for row in range(first, first + self.batch_size):
             epoch, place = divmod(row, windows)
             offset, order = _epoch(self.seed, epoch, windows, T, len(self.tokens))
             starts.append(offset + int(order[place]) * T)
@@ -249,6 +265,26 @@ class EvalBatches:
         tokens[:count], targets[:count] = piece[:-1], piece[1:]
         shape = (self.batch_size, self.seq_len)
         return tokens.reshape(shape), targets.reshape(shape), (valid < count).reshape(shape)
+
+
+def check_rows(rows: tuple[np.ndarray, np.ndarray, np.ndarray], vocab_size: int, what: str) -> None:
+    """Looks at token ids on the host: an embedding on a device would take any number.
+
+    Args:
+        rows: tokens_BT, targets_BT, valid_BT.
+        what: what they are called in an error.
+
+    Raises:
+        ConfigError: one is outside the vocabulary.
+    """
+    for tokens in rows[:2]:
+        wrong = (tokens < 0) | (tokens >= vocab_size)
+        if wrong.any():
+            row, place = map(int, np.argwhere(wrong)[0])
+            raise ConfigError(
+                f"{what}: token id {tokens[row, place]} at position {place} of sequence {row} is "
+                f"outside the vocabulary of {vocab_size}; the tokenizer does not go with the model."
+            )
 
 
 def place(rows: tuple[np.ndarray, np.ndarray, np.ndarray], mesh: Mesh) -> Batch:

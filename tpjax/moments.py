@@ -69,9 +69,15 @@ class Blocks:
         second = jnp.square(quant.dequantise(nu))
         step, first, second = _adam(g, quant.dequantise(mu), second, rates)
         high, low = map(precision.uniform, precision.noise(key, g))
-        stored = quant.quantise(jnp.sqrt(second), self.block, low, signed=False)
-        floored = jnp.where(second > 0, jnp.maximum(stored.codes, 1), stored.codes)
-        return step, quant.quantise(first, self.block, high), Int8(floored, stored.scales)
+        stored = quantise_second(second, self.block, low)
+        return step, quant.quantise(first, self.block, high), stored
+
+
+def quantise_second(second: Array, block: Block, noise: Array | float) -> Int8:
+    """Second moments as their roots in 8 bits; what is not zero does not become zero."""
+    stored = quant.quantise(jnp.sqrt(second), block, noise, signed=False)
+    floored = jnp.where(second > 0, jnp.maximum(stored.codes, 1), stored.codes)
+    return Int8(floored, stored.scales)
 
 
 class Factors(NamedTuple):

@@ -13,6 +13,8 @@ from tpjax.quant import choose_block
 
 MAX_LOGITS_CHUNK_BYTES = 64 * 1024**2  # of one chunk's float32 logits, per device
 
+MAX_CHECKPOINT_STEPS = 1000  # between checkpoints, where nothing is said of them
+
 MIN_PART_TOKENS = 2048  # of a part of a layer's work: enough for matmuls to be efficient
 
 
@@ -31,6 +33,10 @@ def resolve(config: TrainConfig, *, num_devices: int, platform: str) -> TrainCon
     _check_mesh(config, mesh, num_devices)
     _check_remat(config)
     _check_blocks(config, mesh)
+    recovery = config.recovery
+    if recovery.checkpoint_every is None:
+        every = min(max(config.steps // 10, 1), MAX_CHECKPOINT_STEPS)
+        recovery = dataclasses.replace(recovery, checkpoint_every=every)
     if optim.warmup is None:
         optim = dataclasses.replace(optim, warmup=config.steps // 10)
     elif optim.warmup >= config.steps:
@@ -50,10 +56,9 @@ def resolve(config: TrainConfig, *, num_devices: int, platform: str) -> TrainCon
     )
     _check_update(config, compute)
     memory = dataclasses.replace(memory, split=_split(config, mesh))
-    config = dataclasses.replace(config, mesh=mesh, memory=memory, optim=optim, devices=num_devices)
-    return dataclasses.replace(
-        config, memory=dataclasses.replace(memory, loss_chunks=_loss_chunks(config, mesh))
-    )
+    memory = dataclasses.replace(memory, loss_chunks=_loss_chunks(config, mesh))
+    parts = {"mesh": mesh, "memory": memory, "optim": optim, "recovery": recovery}
+    return dataclasses.replace(config, **parts, devices=num_devices)
 
 
 def _attention(

@@ -155,6 +155,7 @@ def lower_train_step(config: TrainConfig, mesh: Mesh) -> jax.stages.Lowered:
             partial(train_step, config),
             donate_argnums=0 if config.memory.donate else (),
             out_shardings=(shardings, None),
+            compiler_options=_options(config, mesh),
         )
         return step.lower(state, abstract_batch(config, mesh, config.data.batch_size))
 
@@ -168,5 +169,17 @@ def lower_eval_step(config: TrainConfig, mesh: Mesh) -> jax.stages.Lowered:
     )
     params = abstract_state(config, mesh).params
     with jax.set_mesh(mesh):
-        step = jax.jit(partial(eval_step, config), out_shardings=(whole, whole))
+        step = jax.jit(
+            partial(eval_step, config),
+            out_shardings=(whole, whole),
+            compiler_options=_options(config, mesh),
+        )
         return step.lower(params, totals, abstract_batch(config, mesh, config.data.part_size))
+
+
+def _options(config: TrainConfig, mesh: Mesh) -> dict:
+    """Compiler options of a run. XLA's programs for the CPU are deterministic as they are; those
+    for a GPU may add up with atomics, and choose kernels by timing them."""
+    if not config.deterministic or mesh.devices.flat[0].platform != "gpu":
+        return {}
+    return {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}

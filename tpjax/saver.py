@@ -1,0 +1,171 @@
+"""Saving while training goes on: one checkpoint at a time, the newest and the best kept."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint import type_handlers
+
+from tpjax import checkpoint
+from tpjax.checkpoint import About
+from tpjax.config import RecoveryConfig
+from tpjax.state import TrainState
+
+_MIN_IN_FLIGHT_BYTES = 32 * 1024**2  # on their way to the disk at once
+_DAY_SECONDS = 86_400  # Orbax gives up a save after that
+
+
+class SaveFailed(Exception):
+    """A checkpoint that could not be written, in one line."""
+
+
+class Saver:
+    """A context that writes checkpoints into a folder, one at a time, and removes old ones.
+
+    With `checkpoint_copy`, `save` returns when the state is in the host's memory; without, when
+    it is on the disk, and no more than two shards of it are on their way at once.
+
+    Attributes:
+        last: the newest checkpoint known to be whole.
+        state_bytes: of one state, over all devices.
+    """
+
+    def __init__(
+        self, folder: Path, config: RecoveryConfig, state: TrainState, last: Path | None = None
+    ):
+        """
+        Args:
+            state: abstract, for its sizes.
+            last: the checkpoint that the run goes on from.
+        """
+        self._folder, self._config, self.last = folder, config, last
+        self._pending: tuple[Path, About] | None = None
+        leaves = jax.tree.leaves(state)
+        self.state_bytes = sum(x.size * x.dtype.itemsize for x in leaves)
+        largest_shard = max(
+            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves
+        )
+        self._checkpointer = _checkpointer(config, largest_shard, self._describe)
+
+    def __enter__(self) -> Saver:
+        logging.getLogger("absl").addFilter(_not_of_orbax)
+        checkpoint.clear(self._folder)
+        return self
+
+    def __exit__(self, *_) -> None:
+        """Waits for what is being written; an error of it is not raised over another."""
+        with contextlib.suppress(SaveFailed):
+            self.wait()
+        self._checkpointer.close()
+        logging.getLogger("absl").removeFilter(_not_of_orbax)
+
+    def save(self, state: TrainState, about: About) -> None:
+        """Begins to write a checkpoint, after the end of the one before.
+
+        Raises:
+            SaveFailed: that one or this one cannot be written.
+        """
+        self.wait()
+        path = self._folder / f"{about.progress.step:08d}"
+        named = {leaf_name(keys): leaf for keys, leaf in jax.tree.leaves_with_path(state)}
+        try:
+            checkpoint.check_space(self._folder, self.state_bytes)
+            self._pending = (path, about)
+            self._checkpointer.save(path, args=ocp.args.PyTreeSave(named))
+        except Exception as error:
+            self._fail(path, error)
+        if not self._config.checkpoint_copy:
+            self.wait()
+
+    def poll(self) -> None:
+        """Sees whether the checkpoint being written is whole, and removes old ones then.
+
+        Raises:
+            SaveFailed: it cannot be written.
+        """
+        if self._pending is None:
+            return
+        path, _ = self._pending
+        try:
+            self._checkpointer.check_for_errors()
+        except Exception as error:
+            self._fail(path, error)
+        if path.exists():
+            self._pending, self.last = None, path
+            self._drop_old()
+
+    def wait(self) -> None:
+        """`poll`, when it is written."""
+        if self._pending is None:
+            return
+        try:
+            self._checkpointer.wait_until_finished()
+        except Exception as error:
+            self._fail(self._pending[0], error)
+        self.poll()
+
+    def _fail(self, path: Path, error: Exception) -> NoReturn:
+        self._pending = None
+        with contextlib.suppress(OSError):
+            checkpoint.clear(self._folder)
+        last = f"the last whole one is {self.last}" if self.last else "there is none before it"
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
+        raise SaveFailed(f"checkpoint {path} could not be written: {reason}; {last}.") from error
+
+    def _describe(self) -> None:
+        """Orbax calls this in the folder's last moment under its temporary name."""
+        assert self._pending is not None
+        path, about = self._pending
+        about.write(checkpoint.temporary(path))
+
+    def _drop_old(self) -> None:
+        """All but the newest ones and the one with the lowest validation loss."""
+        losses: dict[Path, float | None] = {}
+        for path in checkpoint.steps_in(self._folder):
+            with contextlib.suppress(checkpoint.Damaged):
+                losses[path] = About.read(path)[0].progress.eval_loss
+        kept = set(sorted(losses)[-self._config.keep :])
+        known = {path: loss for path, loss in losses.items() if loss is not None}
+        if known:
+            kept.add(min(known, key=lambda path: (known[path], path)))
+        for path in losses.keys() - kept:
+            checkpoint.drop(path)
+
+
+def leaf_name(keys: tuple) -> str:
+    """What an array of the state is called in a checkpoint: where it is, with dots between."""
+    return jax.tree_util.keystr(keys, simple=True, separator=".")
+
+
+def _checkpointer(
+    config: RecoveryConfig, largest_shard_bytes: int, describe: Callable[[], None]
+) -> ocp.AsyncCheckpointer:
+    in_flight = 2 * largest_shard_bytes + 1  # Orbax wants to stay below it
+    if config.checkpoint_copy:
+        in_flight = max(in_flight, _MIN_IN_FLIGHT_BYTES)
+    # Each shard is written by one of the devices that have it: Orbax's other way, a slice by
+    # each, makes slices of the whole state on the devices.
+    arrays = type_handlers.ArrayHandler(use_replica_parallel=False)
+    handler = ocp.PyTreeCheckpointHandler(
+        save_concurrent_gb=in_flight / 10**9,  # type: ignore[arg-type] # a fraction will do
+        save_device_host_concurrent_gb=None if config.checkpoint_copy else in_flight / 10**9,  # type: ignore[arg-type]
+        # A copy in pinned memory, also of simulated devices, whose arrays NumPy would only look
+        # at: then the next step could not take their buffers.
+        enable_pinned_host_transfer=config.checkpoint_copy,
+        use_compression=False,  # weights and moments are noise: four times slower for 8 %
+        type_handler_registry=type_handlers.create_type_handler_registry((jax.Array, arrays)),
+    )
+    options = ocp.AsyncOptions(timeout_secs=_DAY_SECONDS, post_finalization_callback=describe)
+    return ocp.AsyncCheckpointer(handler, async_options=options)
+
+
+def _not_of_orbax(record: logging.LogRecord) -> bool:
+    """Orbax logs what it raises as well, with its whole stack."""
+    return "orbax" not in record.pathname
