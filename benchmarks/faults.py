@@ -100,16 +100,17 @@ def spoil(checkpoints: Path, kind: str, rng: random.Random) -> None:
     if path is None:
         return
     files = sorted(file for file in path.rglob("*") if file.is_file() and file.stat().st_size)
+    data = [file for file in files if file.parent.name == "d"]
     if kind == "empty folder":
         shutil.rmtree(path)
         path.mkdir()
     elif kind == "emptied":
         for file in files:
             file.write_bytes(b"")
-    else:
-        file = rng.choice([f for f in files if f.parent.name == "d"])
-        with file.open("r+b") as data:
-            data.truncate(rng.randrange(file.stat().st_size))
+    elif data:  # not emptied by the fault before
+        chosen = rng.choice(data)
+        with chosen.open("r+b") as file:
+            file.truncate(rng.randrange(chosen.stat().st_size))
 
 
 def same_run(one: Path, other: Path) -> bool:

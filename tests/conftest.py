@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from functools import lru_cache
+from types import SimpleNamespace
 
 # Machine code compiles twice as fast unoptimised; what XLA makes of a program
 # (its fusions, buffers and collectives) is decided before and stays the same.
@@ -25,6 +26,7 @@ from tpjax.config import (
     MeshConfig,
     ModelConfig,
     OptimConfig,
+    RecoveryConfig,
     RopeConfig,
     TrainConfig,
 )
@@ -33,6 +35,7 @@ from tpjax.mesh import make_mesh
 from tpjax.optim import AdamState
 from tpjax.resolve import resolve
 from tpjax.state import Batch, TrainState, abstract_state, create_state
+from tpjax.step import lower_eval_step, lower_train_step
 
 # Eight query heads and four key/value heads, so that tensor=8 needs copies; a
 # vocabulary that no axis divides.
@@ -130,6 +133,22 @@ def random_batch(config: TrainConfig, mesh: Mesh, seed: int = 0) -> Batch:
     return place(random_rows(config, seed), mesh)
 
 
+def tiny_run(tmp_path, *, steps: int = 10, **settings) -> TrainConfig:
+    """A run of a tiny model on bytes of a small text, into `tmp_path`/run."""
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    run = TrainConfig(
+        model=dataclasses.replace(TINY, vocab_size=257, name="tiny-bytes"),
+        mesh=MeshConfig(data=2, tensor=2),
+        optim=OptimConfig(lr=1e-2, min_lr=1e-3),
+        data=DataConfig(corpus=(str(corpus),), batch_size=8, seq_len=32),
+        recovery=RecoveryConfig(checkpoint_every=0),
+        steps=steps,
+        out=str(tmp_path / "run"),
+    )
+    return dataclasses.replace(run, **settings)
+
+
 def to_numpy(tree):
     return jax.tree.map(np.asarray, tree)
 
@@ -139,6 +158,28 @@ def largest_difference(a, b) -> float:
     a, b = ([np.asarray(x, np.float64) for x in jax.tree.leaves(tree)] for tree in (a, b))
     largest = max(np.abs(x).max() for x in a)
     return max(float(np.abs(x - y).max()) for x, y in zip(a, b, strict=True)) / largest
+
+
+@lru_cache
+def _compiled(lower, config: TrainConfig, mesh: Mesh) -> jax.stages.Compiled:
+    return lower(config, mesh).compile()
+
+
+@pytest.fixture
+def quick_runs(monkeypatch):
+    """Whole runs whose programs are compiled once for all tests, which are not about them."""
+
+    def once(lower):
+        def lowered(config: TrainConfig, mesh: Mesh):
+            of = dataclasses.replace(config, out="", recovery=RecoveryConfig(), seed=0, force=False)
+            return SimpleNamespace(compile=lambda: _compiled(lower, of, mesh))
+
+        return lowered
+
+    monkeypatch.setattr("tpjax.run.lower_train_step", once(lower_train_step))
+    monkeypatch.setattr("tpjax.run.lower_eval_step", once(lower_eval_step))
+    monkeypatch.setattr("tpjax.run.create_state", initial_state)
+    monkeypatch.setattr("tpjax.loop.sample", lambda *_: [])
 
 
 @pytest.fixture(autouse=True, scope="session")

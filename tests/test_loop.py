@@ -15,12 +15,11 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from conftest import TINY, mesh_of
+from conftest import mesh_of, tiny_run
 
 from experiments.train import summary
 from tpjax.config import (
     ConfigError,
-    DataConfig,
     MemoryConfig,
     MeshConfig,
     OptimConfig,
@@ -42,18 +41,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture
 def config(tmp_path) -> TrainConfig:
-    corpus = tmp_path / "corpus.txt"
-    corpus.write_text("the quick brown fox jumps over the lazy dog. " * 60)
-    return TrainConfig(
-        model=dataclasses.replace(TINY, vocab_size=257, name="tiny-bytes"),
-        mesh=MeshConfig(data=2, tensor=2),
-        optim=OptimConfig(lr=1e-2, min_lr=1e-3),
-        data=DataConfig(corpus=(str(corpus),), batch_size=8, seq_len=32),
-        recovery=RecoveryConfig(checkpoint_every=0),
-        steps=12,
-        eval_every=5,
-        out=str(tmp_path / "run"),
-    )
+    return tiny_run(tmp_path, steps=12, eval_every=5)
 
 
 def test_a_run_learns_and_writes_what_it_did(config, capsys):
@@ -286,9 +274,9 @@ def test_times_are_of_the_step_they_stand_beside(config):
 def test_a_loss_that_is_not_finite_ends_the_run(config):
     wild = dataclasses.replace(config, optim=OptimConfig(lr=1e30, min_lr=1e30, warmup=0, clip=0))
     said = (
-        r"the (loss|gradient) of step \d+ is not finite; parameters are as before the last 3 steps, "
-        r"which were left out \(--max-bad-steps=3\). Lower --lr or clip with --clip=1. The last good "
-        r"checkpoint: none; the batch: .*bad-batch-\d+.npz"
+        r"the (loss|gradient) of step \d+ is not finite; parameters are as before the last 3 "
+        r"steps, which were left out \(--max-bad-steps=3\). Lower --lr or clip with --clip=1. The "
+        r"last good checkpoint: none; the batch: .*bad-batch-\d+.npz"
     )
     with pytest.raises(Diverged, match=said):
         train(wild)

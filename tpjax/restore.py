@@ -42,6 +42,7 @@ class Restoration:
 
     def __init__(self, checkpoint: Checkpoint, config: TrainConfig, mesh: Mesh):
         self._checkpoint, self._config, self._mesh = checkpoint, config, mesh
+        self._path = checkpoint.path.absolute()  # Orbax takes no others
         self._target = abstract_state(config, mesh)
         handler = ocp.PyTreeCheckpointHandler(enable_pinned_host_transfer=False)
         self._checkpointer = ocp.Checkpointer(handler)
@@ -60,7 +61,7 @@ class Restoration:
 
     def _read_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         try:
-            metadata: Any = self._checkpointer.metadata(self._checkpoint.path).item_metadata
+            metadata: Any = self._checkpointer.metadata(self._path).item_metadata
             return {
                 str(name): jax.ShapeDtypeStruct(array.shape, array.dtype)
                 for name, array in metadata.tree.items()
@@ -103,6 +104,14 @@ class Restoration:
         floats = [jnp.issubdtype(jnp.dtype(k), jnp.floating) or k == "int8" for k in kinds]
         if what is None or not all(floats):
             raise self._other_model(f"its {name} is {kinds[0]}, not {kinds[1]}")
+        try:
+            for leaf in jax.tree.leaves(stored):
+                self._sharding(like).shard_shape(leaf.shape)
+        except ValueError as error:
+            raise ConfigError(
+                f"checkpoint {self._checkpoint.path} has {name} in int8, and the mesh would cut "
+                "its blocks of 8-bit numbers; use a mesh that the run could begin on."
+            ) from error
         return f"the {what} are {kinds[0]} in the checkpoint and {kinds[1]} from here on"
 
     def _other_model(self, how: str) -> ConfigError:
@@ -134,21 +143,24 @@ class Restoration:
     def _converted(self, name: str, stored: Any, like: Any) -> Any:
         """Read in the checkpoint's format, on the mesh and in the device's memory; rounded to
         the nearest value of the run's."""
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
-        spec = jax.tree.leaves(shardings)[0].spec  # of the codes as of the scales
-        sharding = NamedSharding(self._mesh, spec)
+        sharding = self._sharding(like)
         there = jax.tree.map_with_path(
             lambda keys, leaf: self._read(name + _suffix(keys), leaf.shape, sharding), stored
         )
         with jax.set_mesh(self._mesh):
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
             return jax.jit(partial(_convert, like=like), out_shardings=shardings)(there)
+
+    def _sharding(self, like: Any) -> NamedSharding:
+        """Of a unit's values; its codes and scales have it too."""
+        return NamedSharding(self._mesh, jax.tree.leaves(like)[0].sharding.spec)
 
     def _read(self, name: str, shape: tuple[int, ...], sharding: NamedSharding) -> Array:
         """One array of the files, in buffers that belong to JAX alone and can be donated."""
         args = ocp.ArrayRestoreArgs(sharding=sharding, global_shape=shape)
         restore = ocp.args.PyTreeRestore({name: 0}, restore_args={name: args}, partial_restore=True)
         try:
-            array = self._checkpointer.restore(self._checkpoint.path, args=restore)[name]
+            array = self._checkpointer.restore(self._path, args=restore)[name]
             return jax.block_until_ready(jax.device_put(array, sharding, may_alias=False))
         except (ValueError, OSError) as error:
             raise ConfigError(

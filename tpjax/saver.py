@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,7 +18,6 @@ from tpjax.checkpoint import About
 from tpjax.config import RecoveryConfig
 from tpjax.state import TrainState
 
-_MIN_IN_FLIGHT_BYTES = 32 * 1024**2  # on their way to the disk at once
 _DAY_SECONDS = 86_400  # Orbax gives up a save after that
 
 
@@ -55,16 +54,21 @@ class Saver:
         self._checkpointer = _checkpointer(config, largest_shard, self._describe)
 
     def __enter__(self) -> Saver:
-        logging.getLogger("absl").addFilter(_not_of_orbax)
+        self._quiet = contextlib.ExitStack()
+        self._quiet.enter_context(_said_once())
         checkpoint.clear(self._folder)
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, kind: type | None, *_) -> None:
         """Waits for what is being written; an error of it is not raised over another."""
-        with contextlib.suppress(SaveFailed):
+        try:
             self.wait()
-        self._checkpointer.close()
-        logging.getLogger("absl").removeFilter(_not_of_orbax)
+        except SaveFailed:
+            if kind is None:
+                raise
+        finally:
+            self._checkpointer.close()
+            self._quiet.close()
 
     def save(self, state: TrainState, about: About) -> None:
         """Begins to write a checkpoint, after the end of the one before.
@@ -78,7 +82,8 @@ class Saver:
         try:
             checkpoint.check_space(self._folder, self.state_bytes)
             self._pending = (path, about)
-            self._checkpointer.save(path, args=ocp.args.PyTreeSave(named))
+            # Orbax takes absolute paths only.
+            self._checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(named))
         except Exception as error:
             self._fail(path, error)
         if not self._config.checkpoint_copy:
@@ -116,8 +121,9 @@ class Saver:
         with contextlib.suppress(OSError):
             checkpoint.clear(self._folder)
         last = f"the last whole one is {self.last}" if self.last else "there is none before it"
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
-        raise SaveFailed(f"checkpoint {path} could not be written: {reason}; {last}.") from error
+        text = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = text.rsplit('": ', 1)[-1][:300]  # after the names of files: what the system said
+        raise SaveFailed(f"checkpoint {path} could not be written: {reason}; {last}.") from None
 
     def _describe(self) -> None:
         """Orbax calls this in the folder's last moment under its temporary name."""
@@ -147,25 +153,33 @@ def leaf_name(keys: tuple) -> str:
 def _checkpointer(
     config: RecoveryConfig, largest_shard_bytes: int, describe: Callable[[], None]
 ) -> ocp.AsyncCheckpointer:
-    in_flight = 2 * largest_shard_bytes + 1  # Orbax wants to stay below it
-    if config.checkpoint_copy:
-        in_flight = max(in_flight, _MIN_IN_FLIGHT_BYTES)
     # Each shard is written by one of the devices that have it: Orbax's other way, a slice by
     # each, makes slices of the whole state on the devices.
     arrays = type_handlers.ArrayHandler(use_replica_parallel=False)
-    handler = ocp.PyTreeCheckpointHandler(
-        save_concurrent_gb=in_flight / 10**9,  # type: ignore[arg-type] # a fraction will do
-        save_device_host_concurrent_gb=None if config.checkpoint_copy else in_flight / 10**9,  # type: ignore[arg-type]
-        # A copy in pinned memory, also of simulated devices, whose arrays NumPy would only look
-        # at: then the next step could not take their buffers.
-        enable_pinned_host_transfer=config.checkpoint_copy,
+    handler = ocp.BasePyTreeCheckpointHandler(
         use_compression=False,  # weights and moments are noise: four times slower for 8 %
         type_handler_registry=type_handlers.create_type_handler_registry((jax.Array, arrays)),
+        # The copy is in pinned memory for simulated devices too, whose arrays NumPy would only
+        # look at: then the next step could not take their buffers.
+        enable_pinned_host_transfer=config.checkpoint_copy,
+        save_device_host_concurrent_bytes=None if config.checkpoint_copy else largest_shard_bytes,
     )
     options = ocp.AsyncOptions(timeout_secs=_DAY_SECONDS, post_finalization_callback=describe)
-    return ocp.AsyncCheckpointer(handler, async_options=options)
+    return ocp.AsyncCheckpointer(
+        ocp.PyTreeCheckpointHandler(handler_impl=handler), async_options=options
+    )
 
 
-def _not_of_orbax(record: logging.LogRecord) -> bool:
-    """Orbax logs what it raises as well, with its whole stack."""
-    return "orbax" not in record.pathname
+@contextlib.contextmanager
+def _said_once() -> Iterator[None]:
+    """A failed save is an error that we raise; Orbax would log its stack as well."""
+
+    def keeps(record: logging.LogRecord) -> bool:
+        return "orbax" not in record.pathname
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(keeps)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keeps)
