@@ -67,16 +67,13 @@ class Training:
             if step < last:
                 batch = run.batch(step)
             self._guard(self.saver.poll)
-            self.stopped = self._stops(step)
-            saves = self._saves(step) or self.stopped is not None
-            if saves or self._evaluates(step) or not run.steps_ahead:
+            pauses = self._evaluates(step) or self._saves(step) or self._stops(step) is not None
+            if pauses or not run.steps_ahead:
                 jax.block_until_ready(state)
                 self._log_steps(keep=0)
             self._seconds += time.perf_counter() - begun
-            if self._evaluates(step):
-                self._evaluate(state)
-            if saves:
-                self._save(state)
+            if pauses:
+                self.stopped = self._pause(step, state)
             if self.stopped is not None:
                 break
             begun = time.perf_counter()
@@ -84,6 +81,15 @@ class Training:
             self.stopped = self.preemption.signal  # it came in the last evaluation
         self._finish()
         return state
+
+    def _pause(self, step: int, state: TrainState) -> str | None:
+        """Evaluates and saves, where that is due; why the run stops here, if it does."""
+        if self._evaluates(step):
+            self._evaluate(state)
+        if self._saves(step) or self._stops(step) is not None:
+            self._save(state)
+            return self._stops(step)
+        return None
 
     def _finish(self) -> None:
         """Waits for the last checkpoint, without which the run would be lost."""
