@@ -33,7 +33,7 @@ from tpjax.mesh import stay_off_missing_gpus
 
 FLAGS = "--model nano --seq-len 64 --batch-size 4 --devices 2 --keep 3 --deterministic"
 CHECKPOINT_EVERY = 2
-START_SECONDS = 12.0  # kills at the start come within so many seconds
+START_SECONDS = 6.0  # kills at the start come within so many seconds
 START_SHARE = 0.2  # of the kills
 SPOILED = ("truncated", "emptied", "empty folder")
 
@@ -52,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--others", type=int, default=4, help="times each of the other faults")
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", default="")
     args = parser.parse_args()
@@ -75,11 +75,12 @@ def run_with_faults(out: Path, steps: int, kinds: list[str], rng: random.Random)
     outcome, kinds = Outcome(), rng.sample(kinds, len(kinds))
     steps_at = sorted(rng.randrange(1, steps) for _ in kinds)
     for kind, step in zip(kinds, steps_at, strict=True):
+        before = _records(out)
         process = _start(out, steps)
         if kind == "kill" and rng.random() < START_SHARE:
             _wait(process, rng.uniform(0, START_SECONDS))
         else:
-            _wait_for_step(process, out, step)
+            _wait_for_step(process, out, step, before)
             time.sleep(rng.uniform(0, 0.15))
         outcome.during_save += any(".orbax" in p.name for p in _entries(out / "checkpoints"))
         process.send_signal(signal.SIGTERM if kind == "SIGTERM" else signal.SIGKILL)
@@ -163,13 +164,19 @@ def _wait(process: subprocess.Popen, seconds: float) -> None:
         time.sleep(0.02)
 
 
-def _wait_for_step(process: subprocess.Popen, out: Path, step: int) -> None:
-    """Until the run has logged that step."""
+def _records(out: Path) -> int | None:
+    """Which file metrics.jsonl is; each start of the run makes a new one of it."""
     metrics = out / "metrics.jsonl"
+    return metrics.stat().st_ino if metrics.exists() else None
+
+
+def _wait_for_step(process: subprocess.Popen, out: Path, step: int, before: int | None) -> None:
+    """Until this start of the run has logged a step, and that one is behind it."""
     while process.poll() is None:
-        lines = metrics.read_text().splitlines() if metrics.exists() else []
-        if sum('"loss"' in line for line in lines) >= step:
-            return
+        if _records(out) not in (None, before):
+            lines = (out / "metrics.jsonl").read_text().splitlines()
+            if sum('"loss"' in line for line in lines) >= step:
+                return
         time.sleep(0.02)
 
 
