@@ -76,6 +76,7 @@ def validation_loss(corpus: str, steps: int, seed: int, memory: dict) -> float:
             steps=steps,
             eval_every=0,
             seed=seed,
+            recovery=RecoveryConfig(checkpoint_every=0),
             out=out,
         )
         loss = train(config).eval_loss

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import socket
+import subprocess
+import sys
 from functools import lru_cache
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from tpjax.saver import Saver
 from tpjax.sharding import bytes_per_device
 from tpjax.state import TrainState, abstract_state
 
+ROOT = Path(__file__).parent.parent
 MESHES = [
     "tensor=4",
     "fsdp=2,tensor=2",
@@ -86,6 +90,62 @@ def test_from_mesh_to_mesh_every_bit_stays(memory, tmp_path):
         ):
             assert leaf.sharding == like.sharding
         jax.tree.map(np.testing.assert_array_equal, to_numpy(state), first)
+
+
+PROCESS = """
+import sys; sys.path.insert(0, "tests")
+import jax
+from test_restore import numbered, tiny_config  # configures JAX for eight devices
+jax.config.update("jax_num_cpu_devices", 2)
+number, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=number)
+from pathlib import Path
+import numpy as np
+from tpjax.checkpoint import Progress
+from tpjax.config import RecoveryConfig
+from tpjax.mesh import make_mesh
+from tpjax.resume import about
+from tpjax.saver import Saver
+from tpjax.state import abstract_state
+config = tiny_config("tensor=4")
+shapes = abstract_state(config, make_mesh(config.mesh, config.model, jax.devices()))
+state = jax.tree.map(
+    lambda x: jax.make_array_from_callback(x.shape, x.sharding, lambda i: numbered(x)[i]), shapes
+)
+with Saver(Path(folder), RecoveryConfig(keep=1), shapes) as to:
+    for step in (1, 2):
+        to.save(state, about(config, "", Progress(step=step)))
+        to.wait()
+"""
+
+
+def numbered(leaf) -> np.ndarray:
+    """Every element another number, as far as there are any."""
+    return np.arange(leaf.size).reshape(leaf.shape).astype(leaf.dtype)
+
+
+def test_two_processes_write_one_checkpoint(tmp_path):
+    """Each has half of the devices and writes their shards; one process reads them all."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    command = [sys.executable, "-c", PROCESS]
+    both = [
+        subprocess.Popen([*command, str(i), port, str(folder)], cwd=ROOT, stderr=subprocess.PIPE)
+        for i in range(2)
+    ]
+    for process in both:
+        error = process.communicate()[1].decode()
+        assert process.returncode == 0, error
+    assert [path.name for path in folder.iterdir()] == ["00000002"]
+    written = [folder / "00000002" / f"ocdbt.process_{i}" / "d" for i in range(2)]
+    sizes = [sum(file.stat().st_size for file in of.iterdir()) for of in written]
+    assert min(sizes) > 0.45 * sum(sizes)
+    config = dataclasses.replace(tiny_config("tensor=1"), seed=0)
+    state = restore(checkpoint.choose(folder, "must"), config)
+    jax.tree.map(lambda x: np.testing.assert_array_equal(np.asarray(x), numbered(x)), state)
 
 
 @pytest.mark.parametrize("params", ["fp32", "int8"])

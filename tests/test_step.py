@@ -24,7 +24,12 @@ from conftest import (
 )
 
 from tpjax.config import MeshConfig, ModelConfig, OptimConfig
-from tpjax.memory.compiled import absent_devices, init_peak_bytes, peak_bytes
+from tpjax.memory.compiled import (
+    ABSENT_GPU_OPTIONS,
+    absent_devices,
+    init_peak_bytes,
+    peak_bytes,
+)
 from tpjax.mesh import make_mesh
 from tpjax.sharding import bytes_per_device
 from tpjax.state import abstract_state, create_state, lower_init
@@ -351,3 +356,22 @@ def test_loss_falls_and_state_counts():
     assert losses[0] == pytest.approx(np.log(97), rel=0.02)
     assert losses[-1] < 0.5 * losses[0]
     assert int(state.step) == 30
+
+
+def test_deterministic_kernels_are_asked_of_a_gpus_compiler(tmp_path):
+    """Of that one alone: the CPU's would refuse options that are not its own."""
+    config = tiny_config("tensor=2")
+    asked = dataclasses.replace(config, deterministic=True)
+    assert lower_eval_step(asked, mesh_of(config)).compile() is not None
+    mesh = make_mesh(config.mesh, config.model, absent_devices("h100", 2, 1))
+    said = {}
+    for name, lowered in {
+        "plain": lower_eval_step(config, mesh),
+        "eval": lower_eval_step(asked, mesh),
+        "train": lower_train_step(asked, mesh),
+    }.items():
+        folder = tmp_path / name
+        lowered.compile(compiler_options={**ABSENT_GPU_OPTIONS, "xla_dump_to": str(folder)})
+        (options,) = folder.glob("*debug_options")
+        said[name] = "xla_gpu_deterministic_ops: true" in options.read_text()
+    assert said == {"plain": False, "eval": True, "train": True}

@@ -56,7 +56,8 @@ class Saver:
     def __enter__(self) -> Saver:
         self._quiet = contextlib.ExitStack()
         self._quiet.enter_context(_said_once())
-        checkpoint.clear(self._folder)
+        if _is_first():
+            checkpoint.clear(self._folder)
         return self
 
     def __exit__(self, kind: type | None, *_) -> None:
@@ -104,7 +105,8 @@ class Saver:
             self._fail(path, error)
         if path.exists():
             self._pending, self.last = None, path
-            self._drop_old()
+            if _is_first():
+                self._drop_old()
 
     def wait(self) -> None:
         """`poll`, when it is written."""
@@ -119,7 +121,8 @@ class Saver:
     def _fail(self, path: Path, error: Exception) -> NoReturn:
         self._pending = None
         with contextlib.suppress(OSError):
-            checkpoint.clear(self._folder)
+            if _is_first():
+                checkpoint.clear(self._folder)
         last = f"the last whole one is {self.last}" if self.last else "there is none before it"
         text = (str(error).splitlines() or [type(error).__name__])[0]
         reason = text.rsplit('": ', 1)[-1][:300]  # after the names of files: what the system said
@@ -143,6 +146,11 @@ class Saver:
             kept.add(min(known, key=lambda path: (known[path], path)))
         for path in losses.keys() - kept:
             checkpoint.drop(path)
+
+
+def _is_first() -> bool:
+    """Whether this process is the one that removes folders for all."""
+    return jax.process_index() == 0
 
 
 def leaf_name(keys: tuple) -> str:
