@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tpjax import quant
-from tpjax.config import DataConfig, MemoryConfig, MeshConfig
+from tpjax.config import DataConfig, MemoryConfig, MeshConfig, RecoveryConfig
 from tpjax.loop import train
 from tpjax.presets import preset_run
 
