@@ -69,7 +69,7 @@ def summary(result: Result) -> Table:
         rows |= {"steps": f"{result.steps} of {config.steps}", **_outcome(result)}
         rows |= {"checkpoint": str(result.checkpoint), "written to": str(result.out)}
     elif result.config.dry_run:
-        rows["dry run"] = "all checks passed; nothing was trained"
+        rows["dry run"] = "\n".join((*result.notes, "all checks passed; nothing was trained"))
     for name, value in rows.items():
         table.add_row(name, value)
     return table

@@ -35,6 +35,7 @@ class Result:
     """What a run came to; losses, speed and sample are None where there was none of it.
 
     Attributes:
+        notes: what is to be said of the checkpoint that it went on from.
         stopped: what ended it before its last step (a signal's name, or --stop-after), or None.
         checkpoint: the newest one.
         bad_steps: steps left out as their loss or gradient was not finite.
@@ -47,6 +48,7 @@ class Result:
     live: LiveMemory | None = None
     out: Path | None = None
     steps: int = 0
+    notes: tuple[str, ...] = ()
     stopped: str | None = None
     checkpoint: Path | None = None
     bad_steps: int = 0
@@ -78,6 +80,7 @@ def train(config: TrainConfig) -> Result:
             compile_seconds=run.compile_seconds,
             memory=predicted(run),
             steps=run.start.step,
+            notes=tuple(run.notes),
             checkpoint=None if run.checkpoint is None else run.checkpoint.path,
         )
         if result.memory.fits is False and not config.force:

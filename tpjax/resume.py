@@ -15,6 +15,7 @@ _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tp
 # Settings by whom a run continues all the same, up to rounding. Those of the corpus are not
 # among them: its tokens are compared themselves.
 _SAME_CURVE = ("mesh", "memory", "eval_every", "deterministic", "data.accumulate")
+_MOST_NAMED = 6  # changes in an error
 _UNSAID = ("pool", "recovery", "devices", "out", "force", "dry_run", "data.corpus",
            "data.tokenizer", "model.name")  # fmt: skip
 
@@ -71,7 +72,7 @@ def changes(checkpoint: Checkpoint, config: TrainConfig, text: str) -> list[str]
     ]
     if checkpoint.about.text != text:
         found.append(Change(name="the text of --corpus", before=checkpoint.about.text, after=text))
-    breaking = "; ".join(str(change) for change in found if change.breaks)
+    breaking = _joined([str(change) for change in found if change.breaks])
     if breaking and not config.force:
         raise ConfigError(
             f"the run in {checkpoint.path.parent.parent} was begun with other settings: {breaking}."
@@ -85,6 +86,11 @@ def changes(checkpoint: Checkpoint, config: TrainConfig, text: str) -> list[str]
     if libraries:
         lines.append(f"other versions, so that last bits may differ: {'; '.join(libraries)}")
     return lines
+
+
+def _joined(parts: list[str]) -> str:
+    more = f"; and {len(parts) - _MOST_NAMED} more" if len(parts) > _MOST_NAMED else ""
+    return "; ".join(parts[:_MOST_NAMED]) + more
 
 
 def _flat(settings: dict, prefix: str = "") -> dict[str, Any]:
