@@ -27,6 +27,7 @@ from tpjax.config import (
     RecoveryConfig,
     TrainConfig,
 )
+from tpjax.data import place
 from tpjax.folder import rewind
 from tpjax.loop import SaveFailed, train
 from tpjax.saver import Saver
@@ -271,11 +272,22 @@ def test_other_versions_are_named(tmp_path, quick_runs, capsys, monkeypatch):
     assert f"other versions, so that last bits may differ: jax {jax.__version__} → 9.9" in said
 
 
-def test_batches_of_another_size_begin_where_the_others_ended(tmp_path, quick_runs):
+def test_batches_of_another_size_begin_where_the_others_ended(tmp_path, quick_runs, monkeypatch):
     config = tiny_run(tmp_path, steps=4)
     train(stopping(config, 3))
+    placed = []
+
+    def spy(rows, mesh):
+        placed.append(rows[0])
+        return place(rows, mesh)
+
+    monkeypatch.setattr("tpjax.run.place", spy)
+    train(again(config, "unbroken"))
+    following = placed[3]  # of the whole run's batches
+    placed.clear()
     data = dataclasses.replace(config.data, batch_size=4)
     result = train(dataclasses.replace(config, data=data, force=True))
+    np.testing.assert_array_equal(placed[0], following[:4])
     about, _ = checkpoint.About.read(result.checkpoint)
     assert about.progress.sequences == 3 * 8 + 4
 

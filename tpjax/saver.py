@@ -11,6 +11,7 @@ from typing import NoReturn
 
 import jax
 import orbax.checkpoint as ocp
+from jax import Array
 from orbax.checkpoint import type_handlers
 
 from tpjax import checkpoint
@@ -29,7 +30,9 @@ class Saver:
     """A context that writes checkpoints into a folder, one at a time, and removes old ones.
 
     With `checkpoint_copy`, `save` returns when the state is in the host's memory; without, when
-    it is on the disk, and no more than two shards of it are on their way at once.
+    it is on the disk, and no more than two shards of it are on their way at once. (Simulated
+    devices' arrays are looked at, not copied then; where Orbax still does so at the next step,
+    that one takes new buffers.)
 
     Attributes:
         last: the newest checkpoint known to be whole.
@@ -80,6 +83,8 @@ class Saver:
         self.wait()
         path = self._folder / f"{about.progress.step:08d}"
         named = {leaf_name(keys): leaf for keys, leaf in jax.tree.leaves_with_path(state)}
+        if self._config.checkpoint_copy:
+            named = {name: _copied_in_host(leaf) for name, leaf in named.items()}
         try:
             checkpoint.check_space(self._folder, self.state_bytes)
             self._pending = (path, about)
@@ -146,6 +151,14 @@ class Saver:
             kept.add(min(known, key=lambda path: (known[path], path)))
         for path in losses.keys() - kept:
             checkpoint.drop(path)
+
+
+def _copied_in_host(leaf: Array) -> Array:
+    """A copy of what is in the host's memory already: Orbax would write from it while the next
+    step changes it. What is on a device it copies itself."""
+    if leaf.sharding.memory_kind != "pinned_host":
+        return leaf
+    return jax.device_put(leaf, leaf.sharding, may_alias=False)
 
 
 def _is_first() -> bool:
