@@ -97,9 +97,10 @@ def run_with_faults(out: Path, steps: int, kinds: list[str], rng: random.Random)
 
 def spoil(checkpoints: Path, kind: str, rng: random.Random) -> None:
     """Damages the newest checkpoint."""
-    path = max(steps_in(checkpoints), default=None)
-    if path is None:
+    steps = steps_in(checkpoints)
+    if not steps:
         return
+    path = steps[-1]
     files = sorted(file for file in path.rglob("*") if file.is_file() and file.stat().st_size)
     data = [file for file in files if file.parent.name == "d"]
     if kind == "empty folder":
@@ -116,7 +117,7 @@ def spoil(checkpoints: Path, kind: str, rng: random.Random) -> None:
 
 def same_run(one: Path, other: Path) -> bool:
     """Whether two runs' last states and losses are the same bits, each step there once."""
-    states = [read_arrays(max(steps_in(out / "checkpoints"))) for out in (one, other)]
+    states = [read_arrays(steps_in(out / "checkpoints")[-1]) for out in (one, other)]
     lines = [
         [json.loads(x) for x in (out / "metrics.jsonl").read_text().splitlines()]
         for out in (one, other)

@@ -121,6 +121,10 @@ def _edit(path: Path, **values) -> None:
     (path / "run.json").write_text(json.dumps(run | values))
 
 
+def _progress(path: Path, **values) -> None:
+    _edit(path, progress=json.loads((path / "run.json").read_text())["progress"] | values)
+
+
 def _empty_all(path: Path) -> None:
     for file in path.rglob("*"):
         if file.is_file():
@@ -165,6 +169,12 @@ DAMAGES = {
     "other format": (lambda p: _edit(p, format=9), "is of format 9, where this tpjax reads 1"),
     "no progress": (lambda p: _edit(p, progress={"step": 1, "x": 2}), "makes no sense"),
     "negative step": (lambda p: _edit(p, progress={"step": -1, "health": {}}), "makes no sense"),
+    "words for numbers": (lambda p: _progress(p, eval_loss="low"), "makes no sense"),
+    "an endless loss": (lambda p: _progress(p, eval_loss=float("inf")), "makes no sense"),
+    "odd health": (lambda p: _progress(p, health={"level": [1]}), "makes no sense"),
+    "half a file": (lambda p: _edit(p, files={"_METADATA": [1]}), "makes no sense"),
+    "deep": (lambda p: (p / "run.json").write_text("[" * 10**5), "run.json that is no JSON object"),
+    "another step": (lambda p: _progress(p, step=15), "is of step 15"),
     "a stranger": (lambda p: (p / "x.pkl").write_text(""), "file that is not its own, x.pkl"),
     "a link inside": (_link_out, "holds d/link, which is neither a file nor a folder"),
     "a path outside": (_name_outside, "lacks its file ../../secret"),

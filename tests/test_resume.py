@@ -190,13 +190,15 @@ def test_without_a_whole_checkpoint_nothing_is_begun_over(tmp_path, quick_runs):
     assert (Path(config.out) / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_run_stopped_before_any_checkpoint_begins_again(tmp_path, quick_runs):
+def test_a_run_stopped_before_any_checkpoint_begins_again(tmp_path, quick_runs, capsys):
     config = tiny_run(tmp_path, steps=4)
     train(config)
     other = again(config, "other")
     train(stopping(other, 2))
     shutil.rmtree(Path(other.out) / "checkpoints" / "00000002")
     assert train(other).steps == 4
+    said = f"no checkpoint in {other.out}/checkpoints: the run begins again"
+    assert said in " ".join(capsys.readouterr().out.split())
     assert same_run(Path(config.out), Path(other.out))
     must = again(config, "new", recovery=RecoveryConfig(resume="must"))
     with pytest.raises(ConfigError, match=r"resume=must, but there is no checkpoint in .*/new/ch"):

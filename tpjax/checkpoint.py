@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 import stat
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from tpjax.config import ConfigError
 from tpjax.folder import write_whole
@@ -68,7 +70,7 @@ class About:
     text: str
 
     @staticmethod
-    def read(path: Path) -> tuple[About, dict[str, list[int]]]:
+    def read(path: Path) -> tuple[About, dict[str, tuple[int, int]]]:
         """What a checkpoint's folder says, and its files with their sizes and checksums.
 
         Raises:
@@ -83,19 +85,18 @@ class About:
             raise Damaged(f"is of format {run.get('format')!r}, where this tpjax reads {_FORMAT}")
         try:
             progress = dict(run["progress"])
-            progress["health"] = Health(**progress["health"])
+            progress["health"] = _numbers(Health(**progress["health"]), "level")
             about = About(
-                progress=Progress(**progress),
+                progress=_numbers(Progress(**progress), "eval_loss"),
                 config=config,
                 versions={str(name): str(version) for name, version in run["versions"].items()},
                 text=str(run["text"]),
             )
-            files = {str(name): [int(x) for x in pair] for name, pair in run["files"].items()}
-            steps = [about.progress.step, about.progress.sequences]
-            if not all(isinstance(number, int) and number >= 0 for number in steps):
-                raise ValueError
+            files = {str(name): (int(size), int(crc)) for name, (size, crc) in run["files"].items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Damaged(f"has a {_RUN} that makes no sense") from error
+        if about.progress.step != int(path.name):
+            raise Damaged(f"is of step {about.progress.step}")
         return about, files
 
     def write(self, path: Path) -> None:
@@ -123,7 +124,7 @@ class Checkpoint:
 def newest(folder: Path) -> tuple[Checkpoint | None, tuple[str, ...]]:
     """The newest whole checkpoint, and what is wrong with what lies beside it in its place."""
     skipped: list[str] = []
-    for path in sorted(steps_in(folder), reverse=True):
+    for path in reversed(steps_in(folder)):
         try:
             about = check(path)
         except Damaged as reason:
@@ -139,9 +140,9 @@ def newest(folder: Path) -> tuple[Checkpoint | None, tuple[str, ...]]:
 
 
 def steps_in(folder: Path) -> list[Path]:
-    """What is called like a step."""
+    """What is called like a step, in their order."""
     there = folder.iterdir() if folder.is_dir() else []
-    return [path for path in there if path.name.isdecimal()]
+    return sorted((path for path in there if path.name.isdecimal()), key=lambda p: int(p.name))
 
 
 def check(path: Path) -> About:
@@ -254,9 +255,29 @@ def _read_json(path: Path) -> dict:
         raise Damaged(f"has no {path.name}: not tpjax's, or not finished") from None
     except OSError as error:
         raise Damaged(f"has a {path.name} that cannot be read: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise Damaged(f"has a {path.name} that is no JSON object") from None
     return value
+
+
+_T = TypeVar("_T", Health, Progress)
+
+
+def _numbers(of: _T, maybe_none: str) -> _T:
+    """The same, if its fields are numbers that make sense.
+
+    Raises:
+        ValueError: they are not.
+    """
+    for field in dataclasses.fields(of):
+        value = getattr(of, field.name)
+        if field.name == maybe_none:
+            right = value is None or (isinstance(value, float) and math.isfinite(value))
+        else:
+            right = isinstance(value, Health) or (type(value) is int and value >= 0)
+        if not right:
+            raise ValueError(field.name)
+    return of
 
 
 def choose(folder: Path, resume: str) -> Checkpoint | None:

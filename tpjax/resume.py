@@ -115,5 +115,5 @@ def _flag(name: str) -> str:
 
 def _said(value: Any) -> str:
     if isinstance(value, dict):  # a mesh
-        return ",".join(f"{axis}={size}" for axis, size in value.items() if size > 1) or "tensor=1"
+        return ",".join(f"{axis}={size}" for axis, size in value.items() if size != 1) or "tensor=1"
     return "unset" if value is None else str(value)

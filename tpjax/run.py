@@ -21,7 +21,7 @@ from tpjax.data import (
     load_tokenizer,
     place,
 )
-from tpjax.folder import RunFolder
+from tpjax.folder import METRICS, RunFolder
 from tpjax.memory.advice import advise, explain_peak
 from tpjax.memory.compiled import compile_lowered, host_bytes, init_peak_bytes, peak_bytes
 from tpjax.memory.live import RunMemory, capacity, check_pool
@@ -121,6 +121,8 @@ def prepare(config: TrainConfig, folder: RunFolder) -> Run:
     corpus = load_corpus(config, tokenizer)
     restoration, notes, data = None, [], config.data
     progress = Progress()
+    if checkpoint is None and (folder.path / METRICS).exists():
+        notes.append(f"no checkpoint in {folder.checkpoints}: the run begins again")
     if checkpoint is not None:
         progress = checkpoint.about.progress
         notes = [*checkpoint.skipped, f"going on from {checkpoint.path}"]

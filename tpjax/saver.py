@@ -145,7 +145,7 @@ class Saver:
         for path in checkpoint.steps_in(self._folder):
             with contextlib.suppress(checkpoint.Damaged):
                 losses[path] = About.read(path)[0].progress.eval_loss
-        kept = set(sorted(losses)[-self._config.keep :])
+        kept = set(list(losses)[-self._config.keep :])
         known = {path: loss for path, loss in losses.items() if loss is not None}
         if known:
             kept.add(min(known, key=lambda path: (known[path], path)))
