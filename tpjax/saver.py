@@ -83,10 +83,10 @@ class Saver:
         self.wait()
         path = self._folder / f"{about.progress.step:08d}"
         named = {leaf_name(keys): leaf for keys, leaf in jax.tree.leaves_with_path(state)}
-        if self._config.checkpoint_copy:
-            named = {name: _copied_in_host(leaf) for name, leaf in named.items()}
         try:
             checkpoint.check_space(self._folder, self.state_bytes)
+            if self._config.checkpoint_copy:
+                named = {name: _copied_in_host(leaf) for name, leaf in named.items()}
             self._pending = (path, about)
             # Orbax takes absolute paths only.
             self._checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(named))
@@ -150,7 +150,8 @@ class Saver:
         if known:
             kept.add(min(known, key=lambda path: (known[path], path)))
         for path in losses.keys() - kept:
-            checkpoint.drop(path)
+            with contextlib.suppress(OSError):  # tried again after the next one
+                checkpoint.drop(path)
 
 
 def _copied_in_host(leaf: Array) -> Array:
