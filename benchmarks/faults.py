@@ -11,7 +11,9 @@ moments and losses have to be those of the other, bit for bit.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import random
 import shutil
 import signal
@@ -28,7 +30,7 @@ import orbax.checkpoint as ocp
 from rich.console import Console
 from rich.table import Table
 
-from tpjax.checkpoint import steps_in
+from tpjax.checkpoint import newest, steps_in
 from tpjax.mesh import stay_off_missing_gpus
 
 FLAGS = "--model nano --seq-len 64 --batch-size 4 --devices 2 --keep 3 --deterministic"
@@ -75,14 +77,17 @@ def run_with_faults(out: Path, steps: int, kinds: list[str], rng: random.Random)
     outcome, kinds = Outcome(), rng.sample(kinds, len(kinds))
     steps_at = sorted(rng.randrange(1, steps) for _ in kinds)
     for kind, step in zip(kinds, steps_at, strict=True):
-        before = _records(out)
+        before, partial = _records(out), _partial(out)
+        whole = newest(out / "checkpoints")[0]
         process = _start(out, steps)
         if kind == "kill" and rng.random() < START_SHARE:
             _wait(process, rng.uniform(0, START_SECONDS))
         else:
             _wait_for_step(process, out, step, before)
             time.sleep(rng.uniform(0, 0.15))
-        outcome.during_save += any(".orbax" in p.name for p in _entries(out / "checkpoints"))
+            if whole and f"going on from {whole.path}" not in _said(out):
+                outcome.not_resumed.append(f"{kind} at step {step}: began elsewhere")
+        outcome.during_save += bool(_partial(out) - partial)
         process.send_signal(signal.SIGTERM if kind == "SIGTERM" else signal.SIGKILL)
         status = process.wait()
         if status not in (-signal.SIGKILL, 75):
@@ -151,12 +156,24 @@ def table(outcome: Outcome, steps: int) -> Table:
 def _start(out: Path, steps: int) -> subprocess.Popen:
     flags = f"{FLAGS} --steps {steps} --checkpoint-every {CHECKPOINT_EVERY} --out {out}"
     command = [sys.executable, "-m", "experiments.train", *flags.split()]
-    log = out.with_suffix(".log").open("ab")
-    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    with out.with_suffix(".log").open("wb") as log:  # of this start alone
+        wide = os.environ | {"COLUMNS": "999", "PYTHONUNBUFFERED": "1"}
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=wide)
 
 
-def _entries(folder: Path) -> list[Path]:
-    return list(folder.iterdir()) if folder.is_dir() else []
+def _said(out: Path) -> str:
+    return out.with_suffix(".log").read_text(errors="replace")
+
+
+def _partial(out: Path) -> set[tuple[str, int]]:
+    """Folders of checkpoints that are being written, or were when the run was killed."""
+    folder = out / "checkpoints"
+    there = list(folder.iterdir()) if folder.is_dir() else []
+    found = set()
+    for path in there:
+        with contextlib.suppress(FileNotFoundError):  # it has just got its name
+            found |= {(path.name, path.stat().st_ino)} if ".orbax" in path.name else set()
+    return found
 
 
 def _wait(process: subprocess.Popen, seconds: float) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import resource
 import shutil
+import zlib
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -118,7 +120,20 @@ def _flip(path: Path) -> None:
 
 def _edit(path: Path, **values) -> None:
     run = json.loads((path / "run.json").read_text())
-    (path / "run.json").write_text(json.dumps(run | values))
+    run = {name: value for name, value in (run | values).items() if name != "crc32"}
+    crc32 = zlib.crc32(json.dumps(run, sort_keys=True).encode())
+    (path / "run.json").write_text(json.dumps({"crc32": crc32, **run}))
+
+
+def _files(path: Path) -> dict:
+    return json.loads((path / "run.json").read_text())["files"]
+
+
+def _swap(path: Path, old: str, new: str) -> None:
+    """Without the checksum of what is changed."""
+    text = (path / "run.json").read_text()
+    assert old in text
+    (path / "run.json").write_text(text.replace(old, new))
 
 
 def _progress(path: Path, **values) -> None:
@@ -174,6 +189,11 @@ DAMAGES = {
     "odd health": (lambda p: _progress(p, health={"level": [1]}), "makes no sense"),
     "half a file": (lambda p: _edit(p, files={"_METADATA": [1]}), "makes no sense"),
     "deep": (lambda p: (p / "run.json").write_text("[" * 10**5), "run.json that is no JSON object"),
+    "an endless size": (lambda p: _edit(p, files={"a": [float("inf"), 0]}), "makes no sense"),
+    "a name of none": (lambda p: _edit(p, files={"a\0": [1, 0]}), "lacks its|no sense|not its own"),
+    "a long name": (lambda p: _edit(p, files=_files(p) | {"a" * 5000: [1, 0]}), "cannot be read"),
+    "a pipe": (lambda p: ((p / "run.json").unlink(), os.mkfifo(p / "run.json")), "no JSON object"),
+    "another place": (lambda p: _swap(p, '"sequences": ', '"sequences": 1'), "makes no sense"),
     "another step": (lambda p: _progress(p, step=15), "is of step 15"),
     "a stranger": (lambda p: (p / "x.pkl").write_text(""), "file that is not its own, x.pkl"),
     "a link inside": (_link_out, "holds d/link, which is neither a file nor a folder"),
@@ -309,10 +329,10 @@ def _pointers(state) -> set[int]:
     return {shard.data.unsafe_buffer_pointer() for shard in shards}
 
 
-def test_sizes_are_those_of_the_state():
+def test_sizes_are_those_of_the_state(tmp_path):
     state = abstract_state(CONFIG, mesh_of(CONFIG))
     leaves = jax.tree.leaves(state)
-    with saver(Path("/tmp")) as to:
+    with saver(tmp_path) as to:
         assert to.state_bytes == sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
 
 

@@ -89,8 +89,8 @@ def test_too_many_bad_steps_end_the_run(stop_after, tmp_path, quick_runs, monkey
     out, last = config.out, "00000005" if stop_after else "00000003"
     assert str(ended.value) == (
         "the loss of step 6 is not finite; parameters are as before the last 3 steps, which were "
-        "left out (--max-bad-steps=3). Lower --lr or --clip, which is 1. The last good "
-        f"checkpoint: {out}/checkpoints/{last}; the batch: {out}/bad-batch-6.npz."
+        "left out (--max-bad-steps=3). Lower --lr or --clip, which is 1, and go on with --force. "
+        f"The last good checkpoint: {out}/checkpoints/{last}; the batch: {out}/bad-batch-6.npz."
     )
     text = np.frombuffer(Path(config.data.corpus[0]).read_bytes() + b"\0", np.uint8)
     tokens = [*text[:-1].tolist(), 256]

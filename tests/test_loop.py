@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from conftest import mesh_of, tiny_run
 
-from experiments.train import summary
+from experiments.summary import summary
 from tpjax.config import (
     ConfigError,
     MemoryConfig,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import resource
 import shutil
 import signal
 import threading
@@ -29,7 +30,9 @@ from tpjax.config import (
 )
 from tpjax.data import place
 from tpjax.folder import rewind
+from tpjax.log import RunLog
 from tpjax.loop import SaveFailed, train
+from tpjax.memory.live import live_memory
 from tpjax.saver import Saver
 
 MEMORY = {
@@ -210,6 +213,10 @@ CHANGES = {
     "lr": ({"optim": OptimConfig(lr=2e-2, min_lr=1e-3)}, "--lr 0.01 → 0.02"),
     "steps": ({"steps": 12}, "--steps 4 → 12"),
     "seed": ({"seed": 3}, "--seed 0 → 3"),
+    "update": (
+        {"memory": MemoryConfig(update="layerwise", remat="full")},
+        "--update whole → layerwise",
+    ),
 }
 
 
@@ -380,6 +387,62 @@ def test_a_signal_ends_a_run_that_can_go_on(when, tmp_path, quick_runs, monkeypa
     assert train(stopped).stopped is None
     assert same_run(Path(config.out), Path(stopped.out))
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_an_evaluation_is_there_once_however_often_it_is_stopped(tmp_path, quick_runs, monkeypatch):
+    """Stopped in it, stopped in it again at the next start, and killed after it."""
+    config = tiny_run(tmp_path, steps=8, eval_every=4)
+    train(config)
+    stopped = again(config, "stopped")
+    for calls_before in (5, 0):  # batches placed before the held-out one
+        placed = []
+
+        def sending(rows, mesh, placed=placed, calls_before=calls_before):
+            placed.append(1)
+            if len(placed) == calls_before + 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.2)
+            return place(rows, mesh)
+
+        monkeypatch.setattr("tpjax.run.place", sending)
+        result = train(stopped)
+        assert (result.steps, result.stopped) == (4, "SIGTERM")
+    monkeypatch.setattr("tpjax.run.place", place)
+    train(stopping(stopped, 1))
+    checkpoint.drop(Path(stopped.out) / "checkpoints" / "00000005")
+    train(stopped)
+    assert same_run(Path(config.out), Path(stopped.out))
+    assert event_steps(Path(config.out)) == event_steps(Path(stopped.out))
+    assert [line["step"] for line in lines(stopped.out) if "eval_loss" in line] == [4, 8]
+
+
+def test_figures_are_the_systems_at_once_and_a_full_disk_is_no_end(tmp_path, capsys):
+    metrics = {"loss": 1.0, "grad_norm": 2.0, "lr": 3.0, "tokens": 4.0}
+    live = live_memory(jax.devices())
+    with RunLog(tmp_path, 99) as log:
+        log.step(1, metrics, live)
+        log.evaluation(1, 5.0)
+        values = [("eval_loss", 5.0), ("grad_norm", 2.0), ("loss", 1.0), ("lr", 3.0)]
+        assert event_steps(tmp_path) == [(1, *value) for value in values]
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        try:
+            for step in range(2, 40):
+                log.step(step, metrics, live)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = capsys.readouterr().out
+    assert said.count("warning: figures are lost, as they cannot be written: File too large") == 1
+
+
+def test_event_files_that_are_broken_end_where_they_break(tmp_path):
+    with RunLog(tmp_path, 9) as log:
+        log.evaluation(1, 5.0)
+    (events,) = tmp_path.glob("events.out.tfevents.*")
+    whole = events.read_bytes()
+    events.write_bytes(whole + (20).to_bytes(8, "little") + bytes([255] * 28))
+    rewind(tmp_path, 5)
+    assert events.read_bytes() == whole
 
 
 def test_rewinding_keeps_what_is_whole(tmp_path):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from tpjax.config import ConfigError
+from tpjax.checks import ConfigError, shown
 from tpjax.folder import write_whole
 from tpjax.health import Health
 
@@ -28,6 +28,7 @@ _FORMAT = 1
 _TEMPORARY, _DROPPED, DAMAGED = ".orbax-checkpoint-tmp", ".dropped", ".damaged"
 # Orbax's own marks, which it writes again after everything else.
 _UNLISTED = frozenset({_RUN, "_CHECKPOINT_METADATA", "commit_success.txt"})
+_MOST_DIGITS = 10  # of a step
 _PIECE_BYTES = 1024**2
 _MAX_JSON_BYTES = 64 * 1024**2
 
@@ -93,7 +94,9 @@ class About:
                 text=str(run["text"]),
             )
             files = {str(name): (int(size), int(crc)) for name, (size, crc) in run["files"].items()}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if run.pop("crc32") != _checksum_of(run):
+                raise ValueError
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise Damaged(f"has a {_RUN} that makes no sense") from error
         if about.progress.step != int(path.name):
             raise Damaged(f"is of step {about.progress.step}")
@@ -108,7 +111,8 @@ class About:
             "versions": self.versions,
             "text": self.text,
         }
-        text = json.dumps({"format": _FORMAT, **rest, "files": files}, indent=1)
+        run = {"format": _FORMAT, **rest, "files": files}
+        text = json.dumps({"crc32": _checksum_of(run), **run}, indent=1)
         write_whole(path / _RUN, text + "\n")
 
 
@@ -131,18 +135,22 @@ def newest(folder: Path) -> tuple[Checkpoint | None, tuple[str, ...]]:
             skipped.append(f"{path} {reason}")
         else:
             return Checkpoint(path=path, about=about, skipped=tuple(skipped)), ()
-    known = (_DROPPED, DAMAGED)
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        is_ours = _TEMPORARY in path.name or path.name.endswith(known)
-        if not path.name.isdecimal() and not is_ours:
-            skipped.append(f"{path} is not tpjax's")
+        if path.name.endswith(DAMAGED):
+            skipped.append(f"{shown(path)} was set aside")
+        elif not _is_step(path) and _TEMPORARY not in path.name and path.suffix != _DROPPED:
+            skipped.append(f"{shown(path)} is not tpjax's")
     return None, tuple(skipped)
 
 
 def steps_in(folder: Path) -> list[Path]:
     """What is called like a step, in their order."""
     there = folder.iterdir() if folder.is_dir() else []
-    return sorted((path for path in there if path.name.isdecimal()), key=lambda p: int(p.name))
+    return sorted(filter(_is_step, there), key=lambda path: int(path.name))
+
+
+def _is_step(path: Path) -> bool:
+    return path.name.isdecimal() and len(path.name) <= _MOST_DIGITS
 
 
 def check(path: Path) -> About:
@@ -151,14 +159,23 @@ def check(path: Path) -> About:
     Raises:
         Damaged: why it is not whole.
     """
+    try:
+        return _check(path)
+    except OSError as error:
+        raise Damaged(f"cannot be read: {error.strerror}") from error
+    except ValueError as error:  # names that are none
+        raise Damaged(f"has a {_RUN} that makes no sense") from error
+
+
+def _check(path: Path) -> About:
     about, files = About.read(path)
     foreign = {name for name, _ in _files(path)} - files.keys()
     if foreign:
-        raise Damaged(f"has a file that is not its own, {min(foreign)}")
+        raise Damaged(f"has a file that is not its own, {shown(min(foreign))}")
     for name, (size, checksum) in sorted(files.items()):
         file = path / name
         if not _is_inside(path, name) or not file.is_file():
-            raise Damaged(f"lacks its file {name}")
+            raise Damaged(f"lacks its file {shown(name)}")
         if file.stat().st_size != size:
             raise Damaged(f"has {file.stat().st_size} bytes of {size} in {name}")
         if _checksum(file) != checksum:
@@ -227,7 +244,7 @@ def _files(path: Path) -> list[tuple[str, Path]]:
             if stat.S_ISREG(mode):
                 found.append((inside, entry))
             elif not stat.S_ISDIR(mode):
-                raise Damaged(f"holds {inside}, which is neither a file nor a folder")
+                raise Damaged(f"holds {shown(inside)}, which is neither a file nor a folder")
     return [(name, file) for name, file in sorted(found) if name not in _UNLISTED]
 
 
@@ -244,9 +261,13 @@ def _checksum(file: Path) -> int:
     return crc
 
 
+def _checksum_of(run: dict) -> int:
+    return zlib.crc32(json.dumps(run, sort_keys=True).encode())
+
+
 def _read_json(path: Path) -> dict:
     try:
-        if path.is_symlink() or path.stat().st_size > _MAX_JSON_BYTES:
+        if not stat.S_ISREG(path.lstat().st_mode) or path.stat().st_size > _MAX_JSON_BYTES:
             raise ValueError
         value = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(value, dict):
@@ -274,7 +295,7 @@ def _numbers(of: _T, maybe_none: str) -> _T:
         if field.name == maybe_none:
             right = value is None or (isinstance(value, float) and math.isfinite(value))
         else:
-            right = isinstance(value, Health) or (type(value) is int and value >= 0)
+            right = isinstance(value, Health) or (type(value) is int and 0 <= value < 2**62)
         if not right:
             raise ValueError(field.name)
     return of

@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable
 from typing import Any, get_args, get_type_hints
 
+MAX_SHOWN = 80  # characters
+
 
 class ConfigError(Exception):
     """A wrong setting, in one line: what is wrong and what to do."""
@@ -55,3 +57,10 @@ def check_fields(config: Any, *, positive: str = "", non_negative: str = "") -> 
     for name in non_negative.split():
         value = getattr(config, name)
         require(value is None or value >= 0, f"{name}={value} must not be negative.")
+
+
+def shown(value: Any) -> str:
+    """What a file says, fit for one line: its special characters escaped, and not long."""
+    text = str(value)
+    text = text if text.isprintable() else ascii(text)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import json
 import os
+import shutil
 import socket
 import struct
 import time
 from pathlib import Path
 
+from google.protobuf.message import DecodeError
 from tensorboardX.proto import event_pb2
 
 from tpjax.config import ConfigError, TrainConfig
 
 METRICS, CHECKPOINTS, _LOCK = "metrics.jsonl", "checkpoints", "lock"
+OLD_METRICS = "metrics.old.jsonl"  # of a run that has begun again
 
 
 class RunFolder:
@@ -55,8 +59,9 @@ class RunFolder:
             return
         lock = self.path / _LOCK
         if self._made and os.listdir(self.path) == [_LOCK]:
-            lock.unlink()
-            self.path.rmdir()
+            with contextlib.suppress(OSError):
+                lock.unlink()
+                self.path.rmdir()
         os.close(self._lock)
         self._lock = None
 
@@ -69,6 +74,8 @@ class RunFolder:
             raise ConfigError(f"out {self.path} cannot be written: {error.strerror}.") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(self._lock, 0)
+            os.write(self._lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
         except BlockingIOError:
             holder = os.read(self._lock, 200).decode(errors="replace")
             os.close(self._lock)
@@ -78,12 +85,11 @@ class RunFolder:
                 "or name another folder."
             ) from None
         except OSError as error:
+            self.__exit__()
             raise ConfigError(
-                f"out {self.path} is on a file system without locks ({error.strerror}); name a "
-                "folder on another."
+                f"out {self.path} cannot be locked for this run: {error.strerror}; make room, or "
+                "name a folder on another file system."
             ) from error
-        os.ftruncate(self._lock, 0)
-        os.write(self._lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
     def _check(self) -> None:
         """A folder with a run in it is for going on with that run."""
@@ -119,29 +125,40 @@ def write_whole(path: Path, text: str) -> None:
     part.replace(path)
 
 
-def rewind(folder: Path, step: int) -> None:
+def rewind(folder: Path, step: int, evaluated: bool = True) -> None:
     """Takes away what metrics.jsonl and the event files have beyond a step, and what a crash
-    left half-written, so that a run that goes on from there holds each step once."""
+    left half-written, so that a run that goes on from there holds each step once. A run that
+    begins again (step 0) leaves its old lines in another file.
+
+    Args:
+        evaluated: whether the step's evaluation is done; if not, it is taken away too.
+    """
     metrics = folder / METRICS
     if metrics.exists():
+        if step == 0:
+            shutil.copyfile(metrics, folder / OLD_METRICS)
         lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines()
-        kept = [line for line in lines if (at := _step_of(line)) is not None and at <= step]
+        last = (step, evaluated)
+        kept = [line for line in lines if (at := _place_of(line)) is not None and at <= last]
         write_whole(metrics, "".join(f"{line}\n" for line in kept))
     for events in sorted(folder.glob("events.out.tfevents.*")):
         if events.is_file() and not events.is_symlink():
-            os.truncate(events, _events_until(events, step))
+            os.truncate(events, _events_until(events, (step, evaluated)))
 
 
-def _step_of(line: str) -> int | None:
+def _place_of(line: str) -> tuple[int, bool] | None:
+    """The step of a line of metrics, and whether it is of the evaluation after it."""
     try:
-        step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
+        values = json.loads(line)
+        step, evaluation = values["step"], "eval_loss" in values
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return step if isinstance(step, int) else None
+    return (step, evaluation) if isinstance(step, int) else None
 
 
-def _events_until(path: Path, step: int) -> int:
-    """Length in bytes of an event file's records up to a step, whole ones only.
+def _events_until(path: Path, last: tuple[int, bool]) -> int:
+    """Length in bytes of an event file's records up to a step (and its evaluation), whole ones
+    only.
 
     A record is the length of its data (8 bytes) and a checksum (4), the data, and a checksum (4);
     a writer's steps never go back (TFRecord format, tensorflow/core/lib/io/record_writer.h).
@@ -153,10 +170,14 @@ def _events_until(path: Path, step: int) -> int:
             after = end + 16 + length
             if after > size:
                 break
-            event = event_pb2.Event.FromString(  # type: ignore[attr-defined] # made at import
-                file.read(4 + length)[4:]
-            )
-            if event.step > step:
+            try:
+                event = event_pb2.Event.FromString(  # type: ignore[attr-defined] # made at import
+                    file.read(4 + length)[4:]
+                )
+            except DecodeError:
+                break
+            evaluation = any(value.tag == "eval_loss" for value in event.summary.value)
+            if (event.step, evaluation) > last:
                 break
             end = after
             file.seek(end)

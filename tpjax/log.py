@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -9,7 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto import event_pb2, summary_pb2
 
 from tpjax.folder import METRICS
 from tpjax.memory.live import LiveMemory, RunMemory
@@ -28,10 +30,13 @@ class RunLog:
             done: how many of them are in the folder already.
         """
         self._file = (folder / METRICS).open("a", buffering=1, encoding="utf-8")
-        # A TensorBoard that has read more of an interrupted run forgets it.
-        self._events = SummaryWriter(
-            str(folder), purge_step=done + 1 if done else None, filename_suffix=f".{done}"
-        )
+        # Without the thread of a SummaryWriter, which keeps the last events to itself, and hangs
+        # the run when the disk is full.
+        self._events = EventsWriter(str(folder / "events"), f".{done}")
+        self._failed = False
+        if done:  # a TensorBoard that has read more of an interrupted run forgets it
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # type: ignore[attr-defined]
+            self._event(done + 1, session_log=start)
         self._steps, self._first = steps, done + 1
         self._last = time.perf_counter()
         self._progress = Progress(
@@ -51,8 +56,9 @@ class RunLog:
 
     def __exit__(self, *_) -> None:
         self._progress.stop()
-        self._events.close()
-        self._file.close()
+        for file in (self._events, self._file):
+            with contextlib.suppress(OSError):  # said when it was written
+                file.close()
 
     def prediction(self, memory: RunMemory) -> None:
         """What the compiler says of the run's memory, before it starts."""
@@ -72,11 +78,6 @@ class RunLog:
     def say(self, line: str) -> None:
         """One line on the screen."""
         self._progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-    def flush(self) -> None:
-        """Hands everything to the operating system, so that a crash of this process leaves it."""
-        self._file.flush()
-        self._events.flush()
 
     def step(self, step: int, values: dict[str, float], live: LiveMemory) -> None:
         """One training step's scalars."""
@@ -101,10 +102,25 @@ class RunLog:
         self._last = time.perf_counter()  # the next step's time is without the evaluation
 
     def write(self, line: dict) -> None:
-        """A line of metrics.jsonl, its numbers for TensorBoard too."""
+        """A line of metrics.jsonl, its numbers for TensorBoard too. All of it is the operating
+        system's at once, so that a crash of this process leaves it."""
         numbers = {n: v for n, v in line.items() if isinstance(v, int | float)}
         unknown = {n: None for n, v in numbers.items() if not math.isfinite(v)}  # NaN is no JSON
-        self._file.write(json.dumps(line | unknown) + "\n")
-        for name, value in numbers.items():
-            if name != "step" and name not in unknown:
-                self._events.add_scalar(name, value, line["step"])
+        shown = {n: v for n, v in numbers.items() if n != "step" and n not in unknown}
+        try:
+            self._file.write(json.dumps(line | unknown) + "\n")
+            self._event(
+                line["step"],
+                summary=summary_pb2.Summary(  # type: ignore[attr-defined]
+                    value=[{"tag": n, "simple_value": v} for n, v in shown.items()]
+                ),
+            )
+        except OSError as error:
+            if not self._failed:
+                self.say(f"warning: figures are lost, as they cannot be written: {error.strerror}")
+            self._failed = True
+
+    def _event(self, step: int, **what) -> None:
+        event = event_pb2.Event(wall_time=time.time(), step=step, **what)  # type: ignore[attr-defined]
+        self._events.write_event(event)
+        self._events.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from dataclasses import dataclass
@@ -66,8 +67,8 @@ def train(config: TrainConfig) -> Result:
     the step that runs, with a checkpoint; a second one ends the process.
 
     Raises:
-        ConfigError: the configuration, the corpus or the folder is wrong;
-            nothing has been trained by then.
+        ConfigError: the configuration, the corpus or the folder is wrong (nothing has been
+            trained by then), or a batch has tokens outside the vocabulary.
         Diverged: losses are not finite.
         OutOfMemory: the devices have not the memory that the step needs.
         SaveFailed: a checkpoint cannot be written, and the run was told to stop then or is over.
@@ -95,12 +96,13 @@ def train(config: TrainConfig) -> Result:
 def _train(run: Run, folder: RunFolder, preemption: Preemption, result: Result) -> Result:
     """From the first step on: writes."""
     out, start = folder.path, run.start
-    folder.open(run.config)
     shapes = abstract_state(run.config, run.mesh)
     saver = Saver(folder.checkpoints, run.config.recovery, shapes, last=result.checkpoint)
-    _check_space(run, folder, saver.state_bytes)
+    if start.step < run.config.steps:
+        _check_space(run, folder, saver.state_bytes)
+    folder.open(run.config)
     checkpoint.set_aside(folder.checkpoints, start.step)
-    rewind(out, start.step)
+    rewind(out, start.step, evaluated=start.eval_loss is not None)
     with RunLog(out, run.config.steps, start.step) as log, saver:
         log.prediction(result.memory)
         for note in run.notes:
@@ -162,7 +164,8 @@ def _measured(memory: RunMemory, live: LiveMemory, out: Path) -> RunMemory:
         host_peak_reason=live.host_reason,
     )
     sizes = dataclasses.asdict(memory) | {"live": dataclasses.asdict(live)}
-    (out / "memory.json").write_text(json.dumps(sizes, indent=2) + "\n")
+    with contextlib.suppress(OSError):  # a full disk has been told of
+        (out / "memory.json").write_text(json.dumps(sizes, indent=2) + "\n")
     return memory
 
 

@@ -31,7 +31,9 @@ class Preemption:
             self._read, self._write = os.pipe()
             os.set_blocking(self._write, False)
             # Python's handlers do nothing, but without one the signal would end the process.
-            self._old = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+            # One that is ignored (by a job in a script's background) stays ignored.
+            heeded = [n for n in SIGNALS if signal.getsignal(n) not in (signal.SIG_IGN, None)]
+            self._old = {number: signal.signal(number, lambda *_: None) for number in heeded}
             self._old_pipe = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
             self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
             self._thread.start()

@@ -62,13 +62,16 @@ class Restoration:
     def _read_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         try:
             metadata: Any = self._checkpointer.metadata(self._path).item_metadata
+            if metadata is None:
+                raise ValueError("Orbax finds no arrays described in it")
             return {
                 str(name): jax.ShapeDtypeStruct(array.shape, array.dtype)
                 for name, array in metadata.tree.items()
             }
         except Exception as error:  # whatever untrusted files make Orbax raise
             raise ConfigError(
-                f"checkpoint {self._checkpoint.path} cannot be read: {_first_line(error)}."
+                f"checkpoint {self._checkpoint.path} cannot be read: {_first_line(error)}. Move "
+                "it away to go on from the one before."
             ) from error
 
     def _check(self) -> list[str]:
@@ -124,7 +127,10 @@ class Restoration:
         """A weight or a moment as the checkpoint has it, or None."""
         there: Any = self._stored.get
         if f"{name}.codes" in self._stored:
-            return Int8(there(f"{name}.codes"), there(f"{name}.scales"))
+            codes, scales = there(f"{name}.codes"), there(f"{name}.scales")
+            if scales is None or len(scales.shape) != len(codes.shape):
+                raise self._other_model(f"{name}.scales is not in it as {name}.codes is")
+            return Int8(codes, scales)
         if f"{name}.rows" in self._stored:
             return Factors(there(f"{name}.rows"), there(f"{name}.columns"))
         return there(name)
@@ -165,7 +171,7 @@ class Restoration:
         except (ValueError, OSError) as error:
             raise ConfigError(
                 f"checkpoint {self._checkpoint.path} cannot be read at {name}: "
-                f"{_first_line(error)}."
+                f"{_first_line(error)}. Move it away to go on from the one before."
             ) from error
 
 

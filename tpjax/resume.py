@@ -1,4 +1,4 @@
-"""Going on with a run: which checkpoint, and what has changed since it was made."""
+"""Going on with a run: what has changed since its checkpoint was made."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpjax.checkpoint import About, Checkpoint, Progress
+from tpjax.checks import shown
 from tpjax.config import ConfigError, TrainConfig
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tpjax")
-# Settings by whom a run continues all the same, up to rounding. Those of the corpus are not
-# among them: its tokens are compared themselves.
+# Settings with which a run continues all the same, up to rounding. (The layer-by-layer update
+# clips by other norms.) The corpus is compared by its tokens.
+_OTHER_CURVE = ("memory.update",)
 _SAME_CURVE = ("mesh", "memory", "eval_every", "deterministic", "data.accumulate")
 _MOST_NAMED = 6  # changes in an error
 _UNSAID = ("pool", "recovery", "devices", "out", "force", "dry_run", "data.corpus",
@@ -34,7 +36,7 @@ class Change:
     breaks: bool = True
 
     def __str__(self) -> str:
-        return f"{self.name} {_said(self.before)} → {_said(self.after)}"
+        return f"{shown(self.name)} {_said(self.before)} → {_said(self.after)}"
 
 
 def versions() -> dict[str, str]:
@@ -65,13 +67,14 @@ def changes(checkpoint: Checkpoint, config: TrainConfig, text: str) -> list[str]
             name=_flag(name),
             before=before.get(name),
             after=now.get(name),
-            breaks=not _is_among(name, _SAME_CURVE),
+            breaks=_is_among(name, _OTHER_CURVE) or not _is_among(name, _SAME_CURVE),
         )
         for name in {**now, **before}
         if before.get(name) != now.get(name) and not _is_among(name, _UNSAID)
     ]
     if checkpoint.about.text != text:
-        found.append(Change(name="the text of --corpus", before=checkpoint.about.text, after=text))
+        before_text = checkpoint.about.text
+        found.append(Change(name="the text of --corpus", before=before_text, after=text))
     breaking = _joined([str(change) for change in found if change.breaks])
     if breaking and not config.force:
         raise ConfigError(
@@ -79,7 +82,7 @@ def changes(checkpoint: Checkpoint, config: TrainConfig, text: str) -> list[str]
             " Give those it was begun with, --force to go on with these, or another --out."
         )
     old, new = checkpoint.about.versions, versions()
-    libraries = [f"{n} {old.get(n, 'none')} → {new[n]}" for n in new if old.get(n) != new[n]]
+    libraries = [f"{n} {shown(old.get(n, 'none'))} → {new[n]}" for n in new if old.get(n) != new[n]]
     lines = []
     if found:
         lines.append(f"changed since then: {'; '.join(map(str, found))}")
@@ -115,5 +118,6 @@ def _flag(name: str) -> str:
 
 def _said(value: Any) -> str:
     if isinstance(value, dict):  # a mesh
-        return ",".join(f"{axis}={size}" for axis, size in value.items() if size != 1) or "tensor=1"
-    return "unset" if value is None else str(value)
+        sizes = [f"{axis}={size}" for axis, size in value.items() if size != 1]
+        return shown(",".join(sizes)) or "tensor=1"
+    return "unset" if value is None else shown(value)

@@ -105,6 +105,8 @@ class Saver:
             return
         path, _ = self._pending
         try:
+            if path.exists():
+                self._checkpointer.wait_until_finished()  # it has a word to say yet
             self._checkpointer.check_for_errors()
         except Exception as error:
             self._fail(path, error)

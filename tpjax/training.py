@@ -58,6 +58,9 @@ class Training:
         run, first, last = self.run, self.run.start.step + 1, self.config.steps
         if first > 1 and self._evaluates(first - 1) and self.progress.eval_loss is None:
             self._evaluate(state)  # the run was stopped in it
+            if self.progress.eval_loss is None:  # and is again
+                self.stopped = self.preemption.signal
+                return state
         begun = time.perf_counter()
         batch = run.batch(first - 1) if first <= last else None
         for step in range(first, last + 1):
@@ -161,10 +164,15 @@ class Training:
         clip, path = self.config.optim.clip, self.out / f"bad-batch-{step}.npz"
         names = ("tokens_BT", "targets_BT", "valid_BT")
         rows = dict(zip(names, self.run.batches.rows(step - 1), strict=True))
-        np.savez(path, **rows)
+        try:
+            np.savez(path, **rows)
+            batch = str(path)
+        except OSError as error:
+            batch = f"not written, {error.strerror}"
         return (
-            f"Lower --lr{f' or --clip, which is {clip:g}' if clip else ' or clip with --clip=1'}. "
-            f"The last good checkpoint: {self.saver.last or 'none'}; the batch: {path}."
+            f"Lower --lr{f' or --clip, which is {clip:g},' if clip else ' or clip with --clip=1'} "
+            f"and go on with --force. The last good checkpoint: {self.saver.last or 'none'}; the "
+            f"batch: {batch}."
         )
 
     def _evaluate(self, state: TrainState) -> None:
@@ -183,7 +191,6 @@ class Training:
 
     def _save(self, state: TrainState) -> None:
         """Begins a checkpoint of the last step logged."""
-        self.log.flush()
         self._guard(self.saver.wait)
         about = resume.about(self.config, self.run.text, self.progress)
         self.failed = None
