@@ -275,8 +275,8 @@ def test_a_loss_that_is_not_finite_ends_the_run(config):
     wild = dataclasses.replace(config, optim=OptimConfig(lr=1e30, min_lr=1e30, warmup=0, clip=0))
     said = (
         r"the (loss|gradient) of step \d+ is not finite; parameters are as before the last 3 "
-        r"steps, which were left out \(--max-bad-steps=3\). Lower --lr or clip with --clip=1. The "
-        r"last good checkpoint: none; the batch: .*bad-batch-\d+.npz"
+        r"steps, which were left out \(--max-bad-steps=3\). Lower --lr or clip with --clip=1 and "
+        r"go on with --force. The last good checkpoint: none; the batch: .*bad-batch-\d+.npz"
     )
     with pytest.raises(Diverged, match=said):
         train(wild)
