@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import resource
@@ -33,6 +34,7 @@ from tpjax.folder import rewind
 from tpjax.log import RunLog
 from tpjax.loop import SaveFailed, train
 from tpjax.memory.live import live_memory
+from tpjax.preemption import Preemption
 from tpjax.saver import Saver
 
 MEMORY = {
@@ -52,6 +54,15 @@ def again(config: TrainConfig, name: str, **settings) -> TrainConfig:
 def stopping(config: TrainConfig, steps: int) -> TrainConfig:
     recovery = dataclasses.replace(config.recovery, stop_after=steps)
     return dataclasses.replace(config, recovery=recovery)
+
+
+def terminate() -> None:
+    """Sends this process SIGTERM, and waits for the thread that reads it."""
+    threads = [x for x in gc.get_objects() if isinstance(x, Preemption) and x._thread.is_alive()]
+    os.kill(os.getpid(), signal.SIGTERM)
+    end = time.monotonic() + 30
+    while any(x.signal is None for x in threads) and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def lines(out: str) -> list[dict]:
@@ -368,8 +379,7 @@ def test_a_signal_ends_a_run_that_can_go_on(when, tmp_path, quick_runs, monkeypa
     def sending(*of, **how):
         calls.append(1)
         if len(calls) == time_to_send:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.2)  # for the thread that reads it
+            terminate()
         return real(*of, **how)
 
     monkeypatch.setattr(target, sending)
@@ -400,8 +410,7 @@ def test_an_evaluation_is_there_once_however_often_it_is_stopped(tmp_path, quick
         def sending(rows, mesh, placed=placed, calls_before=calls_before):
             placed.append(1)
             if len(placed) == calls_before + 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(0.2)
+                terminate()
             return place(rows, mesh)
 
         monkeypatch.setattr("tpjax.run.place", sending)
