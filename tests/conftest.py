@@ -58,7 +58,9 @@ TINY_GPT2 = dataclasses.replace(
     rope=None,
     mlp="gelu",
     qkv_bias=True,
-    bias=True,
+    o_bias=True,
+    mlp_bias=True,
+    norm_bias=True,
 )
 TINY_QWEN = dataclasses.replace(
     TINY,

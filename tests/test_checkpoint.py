@@ -24,8 +24,8 @@ from tpjax import checkpoint
 from tpjax.checkpoint import About, Damaged, Progress
 from tpjax.config import ConfigError, RecoveryConfig
 from tpjax.resume import about, versions
-from tpjax.saver import SaveFailed, Saver, leaf_name
-from tpjax.state import abstract_state
+from tpjax.saver import SaveFailed, Saver
+from tpjax.state import abstract_state, leaf_name
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,9 @@ GPT2 = dataclasses.replace(
     rope=None,
     mlp="gelu",
     qkv_bias=True,
-    bias=True,
+    o_bias=True,
+    mlp_bias=True,
+    norm_bias=True,
 )
 
 

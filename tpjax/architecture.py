@@ -25,7 +25,8 @@ class RopeConfig:
     `kind` is Hugging Face's `rope_type`: `linear` divides positions by `factor`;
     `dynamic` raises theta once a sequence exceeds `original_max_seq_len`;
     `llama3` slows only the low frequencies; `yarn` blends both and scales the
-    attention (arXiv:2309.00071).
+    attention (arXiv:2309.00071), `truncate` rounding the range that it blends over to whole
+    pairs.
     """
 
     theta: float = 10_000.0
@@ -37,6 +38,7 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    truncate: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self, positive="theta factor attention_factor beta_fast beta_slow")
@@ -60,8 +62,8 @@ class RopeConfig:
 class ModelConfig:
     """The shape of one decoder: Llama 3.x, Qwen2/2.5/3, Mistral, SmolLM2 or GPT-2.
 
-    `rope=None` means learned positions. `qkv_bias` gives q, k and v biases;
-    `bias` gives one to every other projection, and to LayerNorm its shift.
+    `rope=None` means learned positions. The biases are those of q, k and v, of the
+    attention's output, of the feed-forward projections, and the shift of LayerNorm.
     """
 
     name: str = "custom"
@@ -78,10 +80,15 @@ class ModelConfig:
     rope: RopeConfig | None = field(default_factory=RopeConfig)
     mlp: Literal["swiglu", "gelu"] = "swiglu"
     qkv_bias: bool = False
-    bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    norm_bias: bool = False
     qk_norm: bool = False
     tie_embeddings: bool = True
     sliding_window: int | None = None
+    folder: str = ""
+    """The Hugging Face folder or GGUF file that its weights and tokenizer are from; empty where
+    they start at random."""
 
     def __post_init__(self) -> None:
         check_fields(
@@ -96,6 +103,10 @@ class ModelConfig:
         require(
             self.rope is None or self.head_dim % 2 == 0,
             f"head_dim={self.head_dim} must be even for rotary positions.",
+        )
+        require(
+            self.norm == "layernorm" or not self.norm_bias,
+            "norm_bias is the shift of norm=layernorm; rmsnorm has none.",
         )
 
     @property
@@ -144,11 +155,11 @@ class ModelConfig:
     def num_parameters(self) -> int:
         """The published count: padding rows are not parameters."""
         D, N, K, H, F = (self.sizes[letter] for letter in "DNKHF")
-        norm = D * (2 if self.norm == "layernorm" and self.bias else 1)
+        norm = D * (2 if self.norm_bias else 1)
         attention = D * H * (N + 2 * K) + N * H * D
-        attention += H * (N + 2 * K) * self.qkv_bias + D * self.bias + 2 * H * self.qk_norm
+        attention += H * (N + 2 * K) * self.qkv_bias + D * self.o_bias + 2 * H * self.qk_norm
         mlp = D * F * (3 if self.mlp == "swiglu" else 2)
-        mlp += (D + F * (2 if self.mlp == "swiglu" else 1)) * self.bias
+        mlp += (D + F * (2 if self.mlp == "swiglu" else 1)) * self.mlp_bias
         tables = self.vocab_size * D * (1 if self.tie_embeddings else 2)
         tables += self.max_seq_len * D * (self.rope is None)
         return tables + self.num_layers * (attention + mlp + 2 * norm) + norm

@@ -36,7 +36,7 @@ class Attention(nnx.Module):
         self.q_bias = make("q_bias") if model.qkv_bias else None
         self.k_bias = make("k_bias") if model.qkv_bias else None
         self.v_bias = make("v_bias") if model.qkv_bias else None
-        self.o_bias = make("o_bias") if model.bias else None
+        self.o_bias = make("o_bias") if model.o_bias else None
         self.q_gain = make("q_gain") if model.qk_norm else None
         self.k_gain = make("k_gain") if model.qk_norm else None
         self.model, self.memory = model, memory

@@ -177,8 +177,7 @@ class Norm(nnx.Module):
         self.centred, self.eps = model.norm == "layernorm", model.norm_eps
         make = partial(make_weight, model, memory, rngs)
         self.gain = make("gain")
-        shifted = self.centred and model.bias
-        self.shift = make("shift") if shifted else None
+        self.shift = make("shift") if model.norm_bias else None
 
     @jax.named_scope("norm")
     def __call__(self, x_BTD: Array) -> Array:
@@ -221,8 +220,10 @@ def rope_frequencies(rope: RopeConfig, H: int, T: int) -> tuple[np.ndarray, floa
             ratio = rope.original_max_seq_len / (turns * 2 * math.pi)
             return H * math.log(ratio) / (2 * math.log(theta))
 
-        low = max(math.floor(pair_of(rope.beta_fast)), 0)
-        high = min(math.ceil(pair_of(rope.beta_slow)), H - 1)
+        low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
+        if rope.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, H - 1)
         keep = 1 - (np.arange(H // 2) - low) / max(high - low, 0.001)
         scale = rope.attention_factor or (
             0.1 * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0

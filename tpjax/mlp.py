@@ -47,9 +47,9 @@ class MLP(nnx.Module):
         gated = model.mlp == "swiglu"
         self.gate = make("gate") if gated else None
         self.up, self.down = make("up"), make("down")
-        self.gate_bias = make("gate_bias") if gated and model.bias else None
-        self.up_bias = make("up_bias") if model.bias else None
-        self.down_bias = make("down_bias") if model.bias else None
+        self.gate_bias = make("gate_bias") if gated and model.mlp_bias else None
+        self.up_bias = make("up_bias") if model.mlp_bias else None
+        self.down_bias = make("down_bias") if model.mlp_bias else None
         self.memory = memory
 
     @jax.named_scope("mlp")

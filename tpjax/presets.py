@@ -7,6 +7,7 @@ and `nanogpt-shakespeare` is the smallest of nanoGPT's README, on bytes.
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 from tpjax.config import (
     ConfigError,
@@ -17,6 +18,7 @@ from tpjax.config import (
     TrainConfig,
     nearest,
 )
+from tpjax.hf.model import read_model
 
 _LLAMA3_ROPE = RopeConfig(
     theta=500_000.0,
@@ -76,7 +78,9 @@ def _gpt2(name: str, *, vocab: int, layers: int, D: int, N: int, T: int, bias: b
         rope=None,
         mlp="gelu",
         qkv_bias=bias,
-        bias=bias,
+        o_bias=bias,
+        mlp_bias=bias,
+        norm_bias=bias,
     )
 
 
@@ -151,16 +155,19 @@ def preset_names() -> list[str]:
 
 
 def preset(name: str) -> ModelConfig:
-    """The model called `name`.
+    """The model called `name`: a preset, or one in a Hugging Face folder or a GGUF file.
 
     Raises:
-        ConfigError: no such preset; names the nearest ones.
+        ConfigError: there is no such preset or path (names the nearest ones), or what is there
+            is no model for tpjax.
     """
-    if name not in _MODELS:
-        raise ConfigError(f"model {name!r} is not a preset.{nearest(name, _MODELS)}")
-    return _MODELS[name]
+    if name in _MODELS:
+        return _MODELS[name]
+    if Path(name).exists():
+        return read_model(name)
+    raise ConfigError(f"model {name!r} is no preset, and no such path.{nearest(name, _MODELS)}")
 
 
 def preset_run(name: str) -> TrainConfig:
-    """The preset's model with the settings it is trained with here."""
+    """The model with the settings it is trained with here."""
     return TrainConfig(model=preset(name), **_TRAINING.get(name, {}))

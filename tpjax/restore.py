@@ -7,6 +7,7 @@ wrote them: no host and no device ever holds more of an array than its shards.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -23,8 +24,7 @@ from tpjax.config import ConfigError, TrainConfig
 from tpjax.moments import Factors
 from tpjax.precision import LossScale
 from tpjax.quant import Int8
-from tpjax.saver import leaf_name
-from tpjax.state import TrainState, abstract_state
+from tpjax.state import TrainState, abstract_state, leaf_name
 
 _LOSS_SCALE = "loss_scale"
 
@@ -50,6 +50,12 @@ class Restoration:
         units, self._structure = jax.tree.flatten_with_path(self._target, is_leaf=_is_unit)
         self._units = [(leaf_name(keys), unit) for keys, unit in units]
         self.notes = self._check()
+
+    def parameters(self) -> Iterator[tuple[str, Array | Int8]]:
+        """Path and array of each parameter, one after the other; nothing else is read."""
+        for name, like in self._units:
+            if name.startswith("params."):
+                yield name.removeprefix("params."), self._unit(name, like)
 
     def state(self) -> TrainState:
         """The state, on the devices; one array at a time, so that beside it there is never more

@@ -22,6 +22,7 @@ from tpjax.data import (
     place,
 )
 from tpjax.folder import METRICS, RunFolder
+from tpjax.hf.load import Weights
 from tpjax.memory.advice import advise, explain_peak
 from tpjax.memory.compiled import compile_lowered, host_bytes, init_peak_bytes, peak_bytes
 from tpjax.memory.live import RunMemory, capacity, check_pool
@@ -32,7 +33,7 @@ from tpjax.resolve import resolve
 from tpjax.restore import Restoration
 from tpjax.resume import changes
 from tpjax.sharding import bytes_per_device
-from tpjax.state import Batch, TrainState, abstract_state, create_state
+from tpjax.state import Batch, TrainState, abstract_state, create_state, state_with
 from tpjax.step import lower_eval_step, lower_train_step
 
 
@@ -44,7 +45,8 @@ class Run:
         text: the fingerprint of the corpus.
         checkpoint: what it goes on from, or None.
         restoration: that, fitted to this run.
-        notes: what is to be said of going on.
+        weights: of the model's folder, to begin with, or None.
+        notes: what is to be said of what it starts from.
         pool: what was made of the flags of the pool, or None.
     """
 
@@ -56,6 +58,7 @@ class Run:
     text: str
     checkpoint: Checkpoint | None
     restoration: Restoration | None
+    weights: Weights | None
     notes: list[str]
     step: jax.stages.Compiled
     eval_step: jax.stages.Compiled
@@ -82,10 +85,12 @@ class Run:
         return Progress() if self.checkpoint is None else self.checkpoint.about.progress
 
     def state(self) -> TrainState:
-        """The state to start from, new or restored."""
-        if self.restoration is None:
-            return create_state(self.config, self.mesh)
-        return self.restoration.state()
+        """The state to start from: restored, of the model's folder, or new."""
+        if self.restoration is not None:
+            return self.restoration.state()
+        if self.weights is not None:
+            return state_with(self.config, self.mesh, self.weights.params())
+        return create_state(self.config, self.mesh)
 
     def batch(self, number: int) -> Batch:
         """Batch `number` (0, 1, …) on the devices."""
@@ -119,10 +124,13 @@ def prepare(config: TrainConfig, folder: RunFolder) -> Run:
     mesh = make_mesh(config.mesh, config.model, devices)
     tokenizer = load_tokenizer(config)
     corpus = load_corpus(config, tokenizer)
-    restoration, notes, data = None, [], config.data
+    restoration, weights, notes, data = None, None, [], config.data
     progress = Progress()
     if checkpoint is None and (folder.path / METRICS).exists():
         notes.append(f"no checkpoint in {folder.checkpoints}: the run begins again")
+    if checkpoint is None and config.model.folder:
+        weights = Weights(config, mesh)
+        notes += [f"weights of {config.model.folder}", *weights.notes]
     if checkpoint is not None:
         progress = checkpoint.about.progress
         notes = [*checkpoint.skipped, f"going on from {checkpoint.path}"]
@@ -145,6 +153,7 @@ def prepare(config: TrainConfig, folder: RunFolder) -> Run:
         text=corpus.fingerprint,
         checkpoint=checkpoint,
         restoration=restoration,
+        weights=weights,
         notes=notes,
         step=step,
         eval_step=eval_step,

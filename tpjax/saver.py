@@ -17,7 +17,7 @@ from orbax.checkpoint import type_handlers
 from tpjax import checkpoint
 from tpjax.checkpoint import About
 from tpjax.config import RecoveryConfig
-from tpjax.state import TrainState
+from tpjax.state import TrainState, leaf_name
 
 _DAY_SECONDS = 86_400  # Orbax gives up a save after that
 
@@ -167,11 +167,6 @@ def _copied_in_host(leaf: Array) -> Array:
 def _is_first() -> bool:
     """Whether this process is the one that removes folders for all."""
     return jax.process_index() == 0
-
-
-def leaf_name(keys: tuple) -> str:
-    """What an array of the state is called in a checkpoint: where it is, with dots between."""
-    return jax.tree_util.keystr(keys, simple=True, separator=".")
 
 
 def _checkpointer(

@@ -90,8 +90,13 @@ def optimizer_of(config: TrainConfig):
 def _init(config: TrainConfig, seed: Array) -> TrainState:
     params = _split_model(config, seed)[1]
     opt_state = updates.init(optimizer_of(config), params)
+    return dataclasses.replace(_scalars(config, seed), params=params, opt_state=opt_state)
+
+
+def _scalars(config: TrainConfig, seed: Array) -> TrainState:
+    """A new state, but for its parameters and moments."""
     loss_scale = LossScale.initial() if config.memory.compute == "fp16" else None
-    return TrainState(jnp.zeros((), jnp.int32), seed, params, opt_state, loss_scale)
+    return TrainState(jnp.zeros((), jnp.int32), seed, {}, {}, loss_scale)
 
 
 def abstract_state(config: TrainConfig, mesh: Mesh) -> TrainState:
@@ -128,6 +133,11 @@ def abstract_batch(config: TrainConfig, mesh: Mesh, rows: int) -> Batch:
     return Batch(tokens, tokens, valid)
 
 
+def leaf_name(keys: tuple) -> str:
+    """What an array of the state is called: where it is, with dots between."""
+    return jax.tree_util.keystr(keys, simple=True, separator=".")
+
+
 def lower_init(config: TrainConfig, mesh: Mesh) -> jax.stages.Lowered:
     """The program that makes the state from a seed: each shard where it belongs or, where
     `init` is eager, all of it on the mesh's first device."""
@@ -147,3 +157,17 @@ def create_state(config: TrainConfig, mesh: Mesh) -> TrainState:
         return state
     shards = abstract_state(config, mesh)
     return jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, shards))
+
+
+def state_with(config: TrainConfig, mesh: Mesh, params: dict) -> TrainState:
+    """A new state around parameters that are there already; nothing of them is copied."""
+    abstract = abstract_state(config, mesh)
+
+    def beside(params: dict) -> TrainState:
+        opt_state = updates.init(optimizer_of(config), params)
+        return dataclasses.replace(_scalars(config, jnp.uint32(config.seed)), opt_state=opt_state)
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, dataclasses.replace(abstract, params={}))
+    with jax.set_mesh(mesh):
+        state = jax.jit(beside, out_shardings=shardings)(params)
+    return dataclasses.replace(state, params=params)

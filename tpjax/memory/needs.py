@@ -198,7 +198,7 @@ def _small_elements(config: TrainConfig) -> float:
     model, sizes = config.model, config.model.sizes
     tokens = _residual_elements(config) // sizes["D"]
     per_layer = 4 * sizes["D"]
-    if model.bias or model.qkv_bias:
+    if model.qkv_bias or model.o_bias or model.mlp_bias:
         per_layer += 2 * sizes["F"] + (sizes["N"] + 2 * sizes["K"]) * sizes["H"]
     vectors = model.num_layers * per_layer + 2 * sizes["D"]
     share = SMALL_SHARE * tokens * sizes["D"]
