@@ -26,7 +26,7 @@ RANKS = [
     {"moments", "resolve"},
     {"layers"},
     {"attention", "mlp", "hf.names"},
-    {"model", "hf.pieces"},
+    {"model", "cache", "sampling", "hf.pieces"},
     {"loss", "optim"},
     {"updates"},
     {"state"},

@@ -8,6 +8,7 @@ head, and Q = a block of query positions.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -23,6 +24,8 @@ from tpjax.layers import contract, make_weight, read, rms_norm, rotate
 from tpjax.mesh import TENSOR
 from tpjax.precision import DTYPES
 from tpjax.sharding import activation_spec, residual_spec
+
+Mix = Callable[[Array, Array, Array], Array]  # q_BTNH, k_BTKH, v_BTKH → y_BTNH
 
 QUERY_BLOCK = 128  # query rows whose scores exist at once
 
@@ -42,8 +45,14 @@ class Attention(nnx.Module):
         self.model, self.memory = model, memory
 
     @jax.named_scope("attention")
-    def __call__(self, x_BTD: Array, rope: tuple[Array, Array] | None) -> Array:
-        """Normed residual in, its update out; both laid out as `residual_spec`."""
+    def __call__(
+        self, x_BTD: Array, rope: tuple[Array, Array] | None, mix: Mix | None = None
+    ) -> Array:
+        """Normed residual in, its update out; both laid out as `residual_spec`.
+
+        Args:
+            mix: what to do with queries, keys and values instead of `attend`.
+        """
         dtype = DTYPES[self.memory.compute]
         x_BTD = reshard(x_BTD, activation_spec("BTD"))
         q_BTNH = self._project(x_BTD, self.q, self.q_bias)
@@ -59,7 +68,11 @@ class Attention(nnx.Module):
         if self.q_gain is None:
             q_BTNH, k_BTKH = remat.name(q_BTNH, "qkv"), remat.name(k_BTKH, "qkv")
         v_BTKH = remat.name(v_BTKH, "qkv")
-        y_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, self.memory.attention, self.model.sliding_window)
+        if mix is None:
+            how = (self.memory.attention, self.model.sliding_window)
+            y_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, *how)
+        else:
+            y_BTNH = mix(q_BTNH, k_BTKH, v_BTKH)
         out_spec = residual_spec(self.memory.sequence_parallel)
         with jax.named_scope("o"):
             weight_NHD = read(self.o, dtype, gathered=False)

@@ -238,17 +238,21 @@ def _blend(frequency: np.ndarray, factor: float, keep: np.ndarray) -> np.ndarray
 
 
 @jax.named_scope("rope")
-def rope_tables(rope: RopeConfig, H: int, T: int) -> tuple[Array, Array]:
-    """cos and sin, [T, H/2] in float32."""
+def rope_tables(
+    rope: RopeConfig, H: int, T: int, positions: Array | None = None
+) -> tuple[Array, Array]:
+    """cos and sin for sequences of length `T`, of all its positions, [T, H/2], or of some,
+    [*positions.shape, H/2]; float32."""
     frequency, scale = rope_frequencies(rope, H, T)
-    angle = jnp.arange(T, dtype=jnp.float32)[:, None] * jnp.asarray(frequency, jnp.float32)
+    positions = jnp.arange(T) if positions is None else positions
+    angle = positions.astype(jnp.float32)[..., None] * jnp.asarray(frequency, jnp.float32)
     return jnp.cos(angle) * scale, jnp.sin(angle) * scale
 
 
 @jax.named_scope("rope")
 def rotate(x_BTNH: Array, tables: tuple[Array, Array]) -> Array:
     """Rotates the pairs (x_i, x_{i+H/2}) by their position's angles (arXiv:2104.09864)."""
-    cos, sin = (table[:, None, :] for table in tables)
+    cos, sin = (table[..., None, :] for table in tables)
     x, y = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([x * cos - y * sin, y * cos + x * sin], -1).astype(x_BTNH.dtype)
 

@@ -13,7 +13,7 @@ from jax import Array
 from jax.sharding import reshard
 
 from tpjax import remat
-from tpjax.attention import Attention
+from tpjax.attention import Attention, Mix
 from tpjax.config import MemoryConfig, ModelConfig
 from tpjax.layers import Norm, embed, make_weight, read, rope_tables
 from tpjax.mlp import MLP
@@ -30,8 +30,10 @@ class Block(nnx.Module):
         self.mlp_norm = Norm(model, memory, rngs)
         self.mlp = MLP(model, memory, rngs)
 
-    def __call__(self, x_BTD: Array, rope: tuple[Array, Array] | None) -> Array:
-        x_BTD += self.attention(self.attention_norm(x_BTD), rope)
+    def __call__(
+        self, x_BTD: Array, rope: tuple[Array, Array] | None, mix: Mix | None = None
+    ) -> Array:
+        x_BTD += self.attention(self.attention_norm(x_BTD), rope, mix)
         x_BTD = remat.name(x_BTD, "mlp_in")
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
@@ -73,13 +75,18 @@ class Transformer(nnx.Module):
         return self.norm(x_BTD)
 
     @jax.named_scope("embedding")
-    def embed(self, tokens_BT: Array) -> Array:
-        """tokens_BT → the residual stream x_BTD before the first block."""
+    def embed(self, tokens_BT: Array, positions_BT: Array | None = None) -> Array:
+        """tokens_BT → the residual stream x_BTD before the first block; without positions
+        they are 0, 1, …"""
         dtype, sequence_parallel = DTYPES[self.memory.compute], self.memory.sequence_parallel
         table_VD = read(self.embedding, dtype, gathered=False)
         x_BTD = embed(table_VD, tokens_BT, sequence_parallel)
         if self.positions is not None:
-            positions_TD = read(self.positions, dtype)[: tokens_BT.shape[1]]
+            table_TD = read(self.positions, dtype)
+            if positions_BT is not None:
+                spec = residual_spec(sequence_parallel)
+                return x_BTD + table_TD.at[positions_BT].get(out_sharding=spec)
+            positions_TD = table_TD[: tokens_BT.shape[1]]
             x_BTD += reshard(positions_TD, jax.P(*residual_spec(sequence_parallel)[1:]))
         return x_BTD
 
