@@ -187,7 +187,8 @@ def _window(fields: _Fields, family: Family) -> int | None:
 def _rope(fields: _Fields) -> RopeConfig:
     """Either form of the settings; one that is not known is refused, not left out."""
     path, data = fields.path, fields.data
-    found = data.get("rope_parameters") or data.get("rope_scaling") or {}
+    # transformers 5 does so: the older form, where it is there, is all that counts.
+    found = data.get("rope_scaling") or data.get("rope_parameters") or {}
     require(isinstance(found, dict), f"{path}: its RoPE settings are not an object.")
     unknown = sorted(found.keys() - _ROPE_KEYS)
     require(not unknown, f"{path}: RoPE setting {shown(', '.join(unknown))} is not supported.")
@@ -208,7 +209,6 @@ def _rope(fields: _Fields) -> RopeConfig:
     trained = fields.whole("max_position_embeddings")
     longest = trained
     if kind != "dynamic":  # whose own length is always that of the model
-        trained = fields.data.get("original_max_position_embeddings") or trained
         trained = rope.whole("original_max_position_embeddings", trained)
     settings: dict[str, Any] = {"factor": float(rope.number("factor", longest / trained))}
     if kind != "linear":
