@@ -47,7 +47,7 @@ RANKS = [
     {"checkpoint"},
     {"saver", "resume"},
     {"log", "restore"},
-    {"run"},
+    {"run", "inference", "export"},
     {"training"},
     {"loop"},
 ]

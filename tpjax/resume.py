@@ -6,7 +6,8 @@ import dataclasses
 import importlib.metadata
 import platform
 from dataclasses import dataclass
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from tpjax.checkpoint import About, Checkpoint, Progress
 from tpjax.checks import shown
@@ -55,6 +56,34 @@ def about(config: TrainConfig, text: str, progress: Progress) -> About:
     return About(progress=progress, config=settings, versions=versions(), text=text)
 
 
+def settings_of(checkpoint: Checkpoint) -> TrainConfig:
+    """The run that wrote a checkpoint, as it was resolved.
+
+    Raises:
+        ConfigError: its settings are not those of a run of this version.
+    """
+    try:
+        return _made(TrainConfig, checkpoint.about.config)
+    except (TypeError, ValueError, AttributeError, ConfigError) as error:
+        raise ConfigError(
+            f"checkpoint {checkpoint.path} has settings that this version of tpjax does not know: "
+            f"{shown(error)}."
+        ) from error
+
+
+def _made(kind: Any, value: Any) -> Any:
+    """A value of JSON as a setting of some type."""
+    options = [option for option in get_args(kind) if option is not type(None)]
+    if get_origin(kind) in (Union, UnionType):
+        nested = [option for option in options if dataclasses.is_dataclass(option)]
+        return _made(nested[0], value) if nested and value is not None else value
+    if dataclasses.is_dataclass(kind):
+        hints = get_type_hints(kind)
+        made: Any = kind
+        return made(**{name: _made(hints[name], one) for name, one in value.items()})
+    return tuple(value) if get_origin(kind) is tuple else value
+
+
 def changes(checkpoint: Checkpoint, config: TrainConfig, text: str) -> list[str]:
     """What differs between the run that wrote a checkpoint and this one, a line for each kind.
 
@@ -70,7 +99,9 @@ def changes(checkpoint: Checkpoint, config: TrainConfig, text: str) -> list[str]
             breaks=_is_among(name, _OTHER_CURVE) or not _is_among(name, _SAME_CURVE),
         )
         for name in {**now, **before}
-        if before.get(name) != now.get(name) and not _is_among(name, _UNSAID)
+        if before.get(name) != now.get(name)
+        and not _is_among(name, _UNSAID)
+        and not (name == "model.folder" and before.get(name) and now[name])  # only moved
     ]
     if checkpoint.about.text != text:
         before_text = checkpoint.about.text

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ def save(
     dtype: str,
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
+    beside: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Writes config.json and the weights into a new folder, which gets its name when all of it
     is there.
@@ -50,6 +51,7 @@ def save(
             have to be there at once.
         dtype: fp32, bf16 or fp16; rounded to the nearest value of it.
         max_file_bytes: of a file with more than one tensor; more than one file get an index.
+        beside: writes other files into the folder, which it gets, before that has its name.
 
     Raises:
         ConfigError: the folder is there already or cannot be written, the disk has no room, or
@@ -75,6 +77,7 @@ def save(
             parameter.write(value, DTYPES[dtype], tensors)
         files.close()
         (part / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+        beside(part)
         part.rename(folder.absolute())
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror or error}.") from error

@@ -1,0 +1,58 @@
+"""A run's newest checkpoint as a folder that transformers loads."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+from tpjax.checkpoint import choose
+from tpjax.checks import ConfigError, require
+from tpjax.config import MeshConfig
+from tpjax.folder import CHECKPOINTS
+from tpjax.hf.save import save
+from tpjax.mesh import make_mesh, start_devices
+from tpjax.restore import Restoration
+from tpjax.resume import settings_of
+from tpjax.tokenizer import load_tokenizer
+
+
+def export(
+    out: Path, to: Path, dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+) -> list[str]:
+    """Writes config, weights and tokenizer; returns what is to be said of it, a line each.
+
+    One device reads one parameter after the other, so that no more than the largest, of all
+    layers, is in memory.
+
+    Args:
+        out: a run's folder.
+        to: a new folder.
+        dtype: of the weights; auto is as the run keeps them, and bf16 for int8.
+
+    Raises:
+        ConfigError: there is no whole checkpoint, or the folder cannot be written.
+    """
+    checkpoint = choose(out / CHECKPOINTS, "must")
+    assert checkpoint is not None  # there must be one
+    config = dataclasses.replace(settings_of(checkpoint), mesh=MeshConfig(), devices=1)
+    kept = config.memory.params
+    dtype = ("bf16" if kept == "int8" else kept) if dtype == "auto" else dtype
+    mesh = make_mesh(MeshConfig(), config.model, start_devices(1)[:1])
+    notes = [*checkpoint.skipped, f"{checkpoint.path} → {to}, {dtype}"]
+    try:
+        tokenizer = load_tokenizer(config)
+    except ConfigError as error:
+        tokenizer = None
+        notes.append(f"without a tokenizer: {error}")
+    if config.data.tokenizer == "bytes":
+        notes.append("without a tokenizer: the model reads bytes, and 256 ends a text")
+
+    def beside(folder: Path) -> None:
+        if tokenizer is not None:
+            tokenizer.save(folder)
+
+    require(not to.exists(), f"{to} is there already; name a new folder.")
+    parameters = Restoration(checkpoint, config, mesh).parameters()
+    save(config.model, mesh, parameters, to, dtype, beside=beside)
+    return notes
