@@ -296,4 +296,7 @@ _BYTES = _byte_level()
 
 
 def _from_byte_level(text: str) -> bytes:
-    return bytes(_BYTES[letter] for letter in text)
+    try:
+        return bytes(_BYTES[letter] for letter in text)
+    except KeyError:  # such as the room for more tokens that some vocabularies have: [PAD 7]
+        return text.encode()
