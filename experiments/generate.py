@@ -1,12 +1,11 @@
 """Goes on with a text, or answers: a token at a time, as it comes.
 
-    python -m experiments.generate --model FOLDER --prompt "The capital of France is"
-    python -m experiments.generate --out runs/a --chat --prompt "Who are you?" "And who am I?"
+python -m experiments.generate --model FOLDER --prompt "The capital of France is"
+python -m experiments.generate --out runs/a --chat --prompt "Who are you?" "And who am I?"
 """
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 from conftest import mesh_of, tiny_config
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tpjax.config import ConfigError, DataConfig, TrainConfig
 from tpjax.data import (
     MAX_VALIDATION_TOKENS,
-    ByteTokenizer,
     EvalBatches,
-    FileTokenizer,
     TrainBatches,
     load_corpus,
-    load_tokenizer,
     place,
 )
 from tpjax.presets import preset_run
+from tpjax.tokenizer import ByteTokenizer
 
 
 def config_for(*corpus: object, **data) -> TrainConfig:
@@ -108,36 +104,6 @@ def test_parquet_without_text_is_named(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match='has no "text" column'):
         load_corpus(config_for(tmp_path / "a.parquet"), ByteTokenizer())
-
-
-def test_tokenizer_files(tmp_path):
-    words = {"<|endoftext|>": 0, "hello": 1, "world": 2}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<|endoftext|>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    path = tmp_path / "tokenizer.json"
-    tokenizer.save(str(path))
-    ours = FileTokenizer(str(path))
-    assert ours.encode("hello world hello").tolist() == [1, 2, 1]
-    assert (ours.vocab_size, ours.end_of_text) == (3, 0)
-    assert ours.decode([1, 2]) == "hello world"
-
-    (tmp_path / "a.txt").write_text("hello world " * 20)
-    corpus = load_corpus(config_for(tmp_path / "a.txt"), ours)
-    assert np.concatenate([corpus.train, corpus.validation]).tolist() == [1, 2] * 20 + [0]
-
-    config = config_for("stdlib", tokenizer=str(path))
-    small = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=2))
-    with pytest.raises(ConfigError, match="has 3 tokens, but nano only 2"):
-        load_tokenizer(small)
-    (tmp_path / "broken.json").write_text(json.dumps({"a": 1}))
-    with pytest.raises(ConfigError, match=r"broken\.json cannot be read"):
-        load_tokenizer(config_for("stdlib", tokenizer=str(tmp_path / "broken.json")))
-
-
-def test_bytes_come_back():
-    text = "naïve — 文字 🎉\n"
-    assert ByteTokenizer().decode(ByteTokenizer().encode(text).tolist()) == text
-    assert ByteTokenizer().encode("\ud800").tolist() == [ord("?")]  # half a character, from JSON
 
 
 def batches(length=1000, batch_size=4, seq_len=10, seed=3):

@@ -19,12 +19,13 @@ from conftest import initial_state, mesh_of, random_batch, tiny_config, tiny_run
 
 from tpjax import checkpoint
 from tpjax.config import ConfigError, MemoryConfig, RecoveryConfig, TrainConfig
-from tpjax.data import ByteTokenizer, EvalBatches, TrainBatches, check_rows
+from tpjax.data import EvalBatches, TrainBatches, check_rows
 from tpjax.folder import RunFolder
 from tpjax.health import Health
 from tpjax.loop import Diverged, train
 from tpjax.preemption import STOPPED_STATUS
 from tpjax.step import lower_train_step
+from tpjax.tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).parent.parent
 

@@ -171,8 +171,9 @@ class DataConfig:
 
     corpus: tuple[str, ...] = ("stdlib",)
     """`stdlib` (this Python's own source text), or files and folders of text, jsonl, parquet."""
-    tokenizer: str = "bytes"
-    """`bytes`, or the path of a Hugging Face tokenizer.json."""
+    tokenizer: str = "auto"
+    """`bytes`, a Hugging Face folder or its tokenizer.json, or a GGUF file or the folder of one.
+    auto: the tokenizer of the model's own folder, or bytes where it has none."""
     batch_size: int = 8
     """Sequences per optimiser step, over all devices."""
     seq_len: int = 2048

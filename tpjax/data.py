@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
 
 import jax
 import numpy as np
@@ -24,73 +23,12 @@ from jax.sharding import Mesh, NamedSharding
 from tpjax.config import ConfigError, DataConfig, TrainConfig
 from tpjax.sharding import activation_spec
 from tpjax.state import Batch
+from tpjax.tokenizer import Tokenizer
 
 SUFFIXES = (".txt", ".py", ".md", ".jsonl", ".parquet")
 VALIDATION_SHARE = 10  # the last tenth of the text is held out …
 MAX_VALIDATION_TOKENS = 131_072  # … or this much of it, so that evaluation stays quick
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib"})
-_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>")
-
-
-class Tokenizer(Protocol):
-    """Text to token ids and back; `end_of_text` is None where there is none."""
-
-    vocab_size: int
-    end_of_text: int | None
-
-    def encode(self, text: str) -> np.ndarray: ...
-
-    def decode(self, tokens: list[int]) -> str: ...
-
-
-class ByteTokenizer:
-    """UTF-8 bytes, and 256 for the end of a text."""
-
-    vocab_size: int = 257
-    end_of_text: int | None = 256
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8)
-
-    def decode(self, tokens: list[int]) -> str:
-        return bytes(t for t in tokens if t < 256).decode("utf-8", errors="replace")
-
-
-class FileTokenizer:
-    """A Hugging Face tokenizer.json."""
-
-    def __init__(self, path: str):
-        from tokenizers import Tokenizer as HuggingFaceTokenizer
-
-        try:
-            self._tokenizer = HuggingFaceTokenizer.from_file(path)
-        except Exception as error:  # the library raises bare Exceptions
-            raise ConfigError(f"tokenizer {path} cannot be read: {error}") from error
-        self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1  # ids may have gaps
-        found = (self._tokenizer.token_to_id(name) for name in _END_OF_TEXT)
-        self.end_of_text = next((token for token in found if token is not None), None)
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
-
-    def decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens)
-
-
-def load_tokenizer(config: TrainConfig) -> Tokenizer:
-    """The run's tokenizer.
-
-    Raises:
-        ConfigError: it cannot be read, or has more tokens than the model.
-    """
-    name = config.data.tokenizer
-    tokenizer = ByteTokenizer() if name == "bytes" else FileTokenizer(name)
-    if tokenizer.vocab_size > config.model.vocab_size:
-        raise ConfigError(
-            f"tokenizer {name} has {tokenizer.vocab_size} tokens, but {config.model.name} only "
-            f"{config.model.vocab_size}; use a model with a larger vocabulary."
-        )
-    return tokenizer
 
 
 @dataclass(frozen=True)

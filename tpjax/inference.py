@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from tpjax.checkpoint import choose

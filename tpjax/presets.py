@@ -165,7 +165,7 @@ def preset(name: str) -> ModelConfig:
         return _MODELS[name]
     if Path(name).exists():
         return read_model(name)
-    raise ConfigError(f"model {name!r} is no preset, and no such path.{nearest(name, _MODELS)}")
+    raise ConfigError(f"model {name!r} is not a preset or a path.{nearest(name, _MODELS)}")
 
 
 def preset_run(name: str) -> TrainConfig:

@@ -25,7 +25,7 @@ def resolve(config: TrainConfig, *, num_devices: int, platform: str) -> TrainCon
         num_devices: devices there are (or are planned for), over all processes.
         platform: "gpu" or "cpu".
     """
-    model, memory, optim = config.model, config.memory, config.optim
+    model, memory, optim, data = config.model, config.memory, config.optim, config.data
     if memory.tie_embeddings is not None:
         model = dataclasses.replace(model, tie_embeddings=memory.tie_embeddings)
     config = dataclasses.replace(config, model=model)
@@ -54,10 +54,12 @@ def resolve(config: TrainConfig, *, num_devices: int, platform: str) -> TrainCon
         sequence_parallel=_splits_sequence(config) and mesh.tensor > 1,
         tie_embeddings=model.tie_embeddings,
     )
+    if data.tokenizer == "auto":
+        data = dataclasses.replace(data, tokenizer=model.folder or "bytes")
     _check_update(config, compute)
     memory = dataclasses.replace(memory, split=_split(config, mesh))
     memory = dataclasses.replace(memory, loss_chunks=_loss_chunks(config, mesh))
-    parts = {"mesh": mesh, "memory": memory, "optim": optim, "recovery": recovery}
+    parts = {"mesh": mesh, "memory": memory, "optim": optim, "data": data, "recovery": recovery}
     return dataclasses.replace(config, **parts, devices=num_devices)
 
 

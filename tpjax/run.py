@@ -12,15 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from tpjax.checkpoint import Checkpoint, Progress, choose
 from tpjax.config import TrainConfig
-from tpjax.data import (
-    EvalBatches,
-    Tokenizer,
-    TrainBatches,
-    check_rows,
-    load_corpus,
-    load_tokenizer,
-    place,
-)
+from tpjax.data import EvalBatches, TrainBatches, check_rows, load_corpus, place
 from tpjax.folder import METRICS, RunFolder
 from tpjax.hf.load import Weights
 from tpjax.memory.advice import advise, explain_peak
@@ -35,6 +27,7 @@ from tpjax.resume import changes
 from tpjax.sharding import bytes_per_device
 from tpjax.state import Batch, TrainState, abstract_state, create_state, state_with
 from tpjax.step import lower_eval_step, lower_train_step
+from tpjax.tokenizer import Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

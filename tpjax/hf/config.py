@@ -13,7 +13,7 @@ from typing import Any
 from tpjax.architecture import ModelConfig, RopeConfig
 from tpjax.checks import ConfigError, require, shown
 from tpjax.hf.families import FAMILIES, Family
-from tpjax.hf.files import inside, read_json
+from tpjax.hf.files import read_json
 
 # What these change is not computed here, so that they must be as they are without them.
 _NEUTRAL: dict[str, tuple] = {
@@ -41,7 +41,7 @@ def read_config(path: Path, name: str, folder: str) -> ModelConfig:
     Raises:
         ConfigError: it is not there, of another family, or asks for what tpjax does not compute.
     """
-    fields = _Fields(path, read_json(path))
+    fields = _Fields(path, read_json(path.parent, path.name))
     family = fields.family()
     for key, neutral in _NEUTRAL.items():
         value = fields.data.get(key)
@@ -55,8 +55,7 @@ def read_config(path: Path, name: str, folder: str) -> ModelConfig:
 
 def family_of(folder: Path) -> Family:
     """The family of the model in a folder with a config.json."""
-    path = inside(folder, "config.json")
-    return _Fields(path, read_json(path)).family()
+    return _Fields(folder / "config.json", read_json(folder, "config.json")).family()
 
 
 class _Fields:

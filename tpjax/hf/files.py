@@ -1,4 +1,4 @@
-"""The files of a model folder, which are data and nothing else."""
+"""A model folder's files: nothing is read that lies outside of it."""
 
 from __future__ import annotations
 
@@ -10,37 +10,39 @@ from tpjax.checks import ConfigError, require, shown
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The file `name` of a folder, which may not be there.
+    """`folder / name`, which may be missing, but may not lead elsewhere.
+
+    In a Hugging Face hub cache the files of `snapshots/REVISION` are links into `blobs`
+    beside it, which belong to the same model.
 
     Raises:
-        ConfigError: the name, or a link of that name, leads out of the folder; the links of
-            Hugging Face's cache, from snapshots/REVISION to blobs beside it, are taken.
+        ConfigError: `name` is more than the name of a file, or a link out of the folder.
     """
+    plain = name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name)
+    require(plain, f"{folder}: {shown(name)!r} is not the name of a file in it.")
+    home, target = folder.resolve(), (folder / name).resolve()
+    homes = [home]
+    if home.parent.name == "snapshots":
+        homes.append(home.parent.parent / "blobs")
     require(
-        name == Path(name).name and name not in ("", ".", ".."),
-        f"{folder}: {shown(name)} is no name of a file in it.",
+        any(target.is_relative_to(h) for h in homes),
+        f"{folder / name} is a link out of its folder, to {target}; copy the file there instead.",
     )
-    path = folder / name
-    target, home = path.resolve(), folder.resolve()
-    blobs = home.parent.parent / "blobs"
-    require(
-        target.parent == home or (home.parent.name == "snapshots" and target.parent == blobs),
-        f"{path} is a link out of its folder; put the file itself there.",
-    )
-    return path
+    return folder / name
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """The object in a JSON file of a folder; an empty one where there is no such file.
 
     Raises:
-        ConfigError: it is not there, or is no JSON object.
+        ConfigError: it cannot be read, holds no JSON object, or leads out of the folder.
     """
+    path = inside(folder, name)
+    if not path.exists():
+        return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {shown(str(error))}.") from error
-    require(isinstance(found, dict), f"{path} is not a JSON object.")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {shown(error)}.") from error
+    require(isinstance(found, dict), f"{path} holds no JSON object.")
     return found

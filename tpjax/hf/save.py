@@ -89,7 +89,7 @@ def _settings(model: ModelConfig, dtype: str) -> tuple[dict[str, Any], Family]:
     """The config.json that the model came with, or one made for it; and its family."""
     source = Path(model.folder)
     if model.folder and gguf_file(source) is None and inside(source, CONFIG).exists():
-        settings, family = read_json(inside(source, CONFIG)), family_of(source)
+        settings, family = read_json(source, CONFIG), family_of(source)
     else:
         settings = write_config(model)
         family = settings["model_type"]

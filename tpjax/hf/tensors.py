@@ -71,7 +71,7 @@ class Safetensors:
         return self._files[name].get_slice(name)[index]
 
     def _open_shards(self, index: Path) -> None:
-        where = read_json(index).get("weight_map")
+        where = read_json(self.path, index.name).get("weight_map")
         require(
             isinstance(where, dict) and all(isinstance(name, str) for name in where.values()),
             f"{index} has no weight_map from tensors to files.",
