@@ -625,7 +625,7 @@ def test_what_is_no_gguf(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"m\.gguf is not a whole GGUF file"):
         FileTokenizer(path)
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ConfigError, match=r"pip install tpjax\[gguf\]"):
+    with pytest.raises(ConfigError, match=r'pip install "tpjax\[gguf\]"'):
         FileTokenizer(path)
 
 
