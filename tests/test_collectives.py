@@ -10,19 +10,18 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from functools import lru_cache, partial
+from functools import lru_cache
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from tpjax.config import DataConfig, MemoryConfig, MeshConfig, ModelConfig, TrainConfig
-from tpjax.generate import _decode
+from tpjax.generate import Decoding, lower_step
 from tpjax.memory.compiled import Compilation, absent_devices, compile_for, compile_lowered
 from tpjax.memory.records import Collective
 from tpjax.mesh import make_mesh
 from tpjax.resolve import resolve
-from tpjax.sharding import activation_spec, bytes_per_device
+from tpjax.sampling import Sampling
+from tpjax.sharding import bytes_per_device
 from tpjax.state import abstract_state
 from tpjax.step import lower_eval_step
 
@@ -188,18 +187,22 @@ def test_no_vocabulary_is_gathered_outside_training_either(tie):
     config = resolve(run("tensor=4", model=model), num_devices=4, platform="gpu")
     assert config.mesh is not None
     mesh = make_mesh(config.mesh, model, absent_devices("h100", 4))
-    params = abstract_state(config, mesh).params
-    with jax.set_mesh(mesh):
-        tokens = jax.ShapeDtypeStruct(
-            (1, T), jnp.int32, sharding=jax.NamedSharding(mesh, activation_spec("BT"))
-        )
-        decode = jax.jit(partial(_decode, config), static_argnums=(2, 3)).lower(
-            params, tokens, 8, 8, jax.eval_shape(lambda: jax.random.key(0))
-        )
-    for lowered in (lower_eval_step(config, mesh), decode):
-        for c in compile_lowered(lowered, mesh).collectives:
-            assert V not in c.shape, c
-            assert V - 5 not in c.shape, c
+    for c in compile_lowered(lower_eval_step(config, mesh), mesh).collectives:
+        assert V not in c.shape, c
+        assert V - 5 not in c.shape, c
+
+
+@pytest.mark.parametrize("cache", ["bf16", "int8"])
+def test_decoding_moves_one_activation_a_projection_and_no_logits(cache):
+    config = resolve(run("tensor=4"), num_devices=4, platform="gpu")
+    assert config.mesh is not None
+    mesh = make_mesh(config.mesh, config.model, absent_devices("h100", 4))
+    sampling = Sampling(top_k=40, top_p=0.9)
+    decoding = Decoding(context=T, prompt_len=64, batch_size=2, cache=cache, sampling=sampling)
+    found = compile_lowered(lower_step(config, mesh, decoding), mesh).collectives
+    large = [c for c in found if math.prod(c.shape) > 2 * 16]
+    assert {(c.op, math.prod(c.shape)) for c in large} == {("all-reduce", 2 * D)}
+    assert sum(c.count for c in large) == 2 * L + 1
 
 
 def test_peaks_fall_with_recomputation_and_all_state_is_reused():

@@ -167,6 +167,7 @@ def step(
 
 def lower_prefill(config: TrainConfig, mesh: Mesh, decoding: Decoding) -> jax.stages.Lowered:
     """`prefill` for the mesh, the cache updated in place."""
+    config = _unsharded(config)
     params, cache = _abstract(config, mesh, decoding)
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     tokens = _ints(mesh, (shards, decoding.prompt_len), activation_spec("BT"))
@@ -181,6 +182,7 @@ def lower_prefill(config: TrainConfig, mesh: Mesh, decoding: Decoding) -> jax.st
 
 def lower_step(config: TrainConfig, mesh: Mesh, decoding: Decoding) -> jax.stages.Lowered:
     """`step` for the mesh, the cache updated in place."""
+    config = _unsharded(config)
     params, cache = _abstract(config, mesh, decoding)
     rows = _ints(mesh, (decoding.batch_size,), P(BATCH))
     whole = NamedSharding(mesh, P())
@@ -193,6 +195,12 @@ def lower_step(config: TrainConfig, mesh: Mesh, decoding: Decoding) -> jax.stage
         )
         seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=whole)
         return function.lower(params, cache, rows, rows, seed, _ints(mesh, (), P()))
+
+
+def _unsharded(config: TrainConfig) -> TrainConfig:
+    """Without sequence parallelism: one token is no sequence."""
+    memory = dataclasses.replace(config.memory, sequence_parallel=False)
+    return dataclasses.replace(config, memory=memory)
 
 
 def _abstract(config: TrainConfig, mesh: Mesh, decoding: Decoding) -> tuple[dict, Cache]:
@@ -218,8 +226,7 @@ class Generator:
             decoding.context <= longest,
             f"context={decoding.context} exceeds the {longest} positions of {config.model.name}.",
         )
-        memory = dataclasses.replace(config.memory, sequence_parallel=False)
-        self._config = dataclasses.replace(config, memory=memory)
+        self._config = config
         self._mesh, self._params, self._decoding = mesh, params, decoding
         self._prefill = lower_prefill(self._config, mesh, decoding).compile()
         self._step = lower_step(self._config, mesh, decoding).compile()

@@ -288,6 +288,8 @@ def gather_fsdp(weight: Array, axis: int) -> Array:
     with a device's own part of the batch. Its gradient is summed over `data` and
     reduce-scattered over `fsdp`."""
     weight = jax.lax.pcast(weight, "data", to="varying")
+    if jax.lax.axis_size("fsdp") == 1:  # XLA:CPU would copy it
+        return weight
     return jax.lax.all_gather(weight, "fsdp", axis=axis, tiled=True)
 
 

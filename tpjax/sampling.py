@@ -55,7 +55,8 @@ def next_token(
     def local(x: Array, head: Array, noise: Array) -> Array:
         head = gather_fsdp(head, axis=1)
         row = jax.lax.axis_index(TENSOR) * head.shape[0] + jnp.arange(head.shape[0])
-        logits = jnp.einsum("BD,VD->BV", x, head, preferred_element_type=jnp.float32)
+        # The head first: for a row or two XLA:CPU would turn all of it around.
+        logits = jnp.einsum("VD,BD->VB", head, x, preferred_element_type=jnp.float32).T
         logits = jnp.where(row < vocab_size, logits, -jnp.inf)
         if not greedy:
             logits = _kept(logits / sampling.temperature, sampling) + noise
