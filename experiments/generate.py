@@ -1,4 +1,4 @@
-"""Goes on with a text, or answers: a token at a time, as it comes.
+"""Goes on with a text, or answers: token by token, as they come.
 
 python -m experiments.generate --model FOLDER --prompt "The capital of France is"
 python -m experiments.generate --out runs/a --chat --prompt "Who are you?" "And who am I?"
@@ -6,18 +6,16 @@ python -m experiments.generate --out runs/a --chat --prompt "Who are you?" "And 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
-
 from experiments.flags import fail, parse
+from tpjax.answer import Answers, prompt_tokens
 from tpjax.checks import check_fields, require
 from tpjax.config import ConfigError
-from tpjax.generate import Decoding, Generator
-from tpjax.inference import Loaded, ModelSource, load
+from tpjax.inference import ModelSource, load
 from tpjax.sampling import Sampling
-from tpjax.tokenizer import TextStream, Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +39,7 @@ class Generation:
 
     def __post_init__(self) -> None:
         check_fields(self, positive="max_tokens", non_negative="context seed")
+        require(self.seed < 2**32, f"seed={self.seed} must be below 2**32.")
 
 
 def main() -> None:
@@ -52,62 +51,32 @@ def main() -> None:
 
 
 def answer(flags: Generation) -> None:
-    """Prints each answer as it comes; of several prompts one after the other."""
+    """Prints one answer as it comes, or several one after the other when all are there."""
     require(len(flags.prompt) > 0, "there is nothing to go on with; give a --prompt.")
     loaded = load(flags.source, rows=len(flags.prompt), seq_len=1)
-    prompts = [prompt_tokens(loaded.tokenizer, text, flags.chat) for text in flags.prompt]
-    needed = max(map(len, prompts)) + flags.max_tokens
-    context = flags.context or min(needed, loaded.config.model.max_seq_len)
-    require(
-        needed <= context,
-        f"the longest prompt has {needed - flags.max_tokens} tokens, and with max_tokens="
-        f"{flags.max_tokens} they exceed the context of {context}; shorten one of them"
-        + ("." if context == loaded.config.model.max_seq_len else ", or give a longer --context."),
-    )
+    for note in loaded.notes:
+        print(note, file=sys.stderr)
+    prompts = [prompt_tokens(loaded.tokenizer, text, chat=flags.chat) for text in flags.prompt]
     kind = loaded.config.memory.compute if flags.cache == "auto" else flags.cache
     assert kind != "auto"  # resolved
-    decoding = Decoding.of(prompts, context, loaded.mesh, kind, flags.sampling)
-    generator = Generator(loaded.config, loaded.mesh, loaded.params, decoding)
-    for note in loaded.notes:
-        print(note)
-    texts = streamed(loaded, generator, prompts, flags)
-    for prompt, text in zip(flags.prompt, texts, strict=True):
-        if len(prompts) > 1:
-            print(f"\n{prompt!r}:\n{text}")
-
-
-def prompt_tokens(tokenizer: Tokenizer, text: str, chat: bool) -> np.ndarray:
-    """A prompt as the model reads it."""
-    if chat:
-        return tokenizer.encode(tokenizer.chat_prompt([{"role": "user", "content": text}]))
-    first = [] if tokenizer.begin_of_text is None else [tokenizer.begin_of_text]
-    tokens = np.concatenate([np.array(first, np.uint32), tokenizer.encode(text)])
-    require(len(tokens) > 0, "a prompt is empty; give it a word.")
-    return tokens
-
-
-def streamed(
-    loaded: Loaded, generator: Generator, prompts: list[np.ndarray], flags: Generation
-) -> list[str]:
-    """All answers, each until the model stops; a single one is printed as it comes."""
-    tokenizer, stops = loaded.tokenizer, loaded.tokenizer.stop_tokens
-    streams, texts = [TextStream(tokenizer) for _ in prompts], ["" for _ in prompts]
-    running = set(range(len(prompts)))
-    for count, tokens in enumerate(generator.stream(prompts, flags.seed), 1):
-        for row in sorted(running):
-            if int(tokens[row]) in stops:
-                running.discard(row)
-                continue
-            piece = streams[row].push(int(tokens[row]))
-            texts[row] += piece
-            if len(prompts) == 1:
-                print(piece, end="", flush=True)
-        if not running or count == flags.max_tokens:
-            break
-    rests = [stream.rest() for stream in streams]
+    answers = Answers(
+        loaded,
+        prompts,
+        max_tokens=flags.max_tokens,
+        context=flags.context,
+        cache=kind,
+        sampling=flags.sampling,
+    )
+    texts = ["" for _ in prompts]
+    for pieces in answers.stream(flags.seed):
+        texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
+        if len(prompts) == 1:
+            print(pieces[0], end="", flush=True)
     if len(prompts) == 1:
-        print(rests[0])
-    return [text + rest for text, rest in zip(texts, rests, strict=True)]
+        print()
+        return
+    for prompt, text in zip(flags.prompt, texts, strict=True):
+        print(f"{prompt!r}:\n{text}\n")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import numpy as np
 import pyarrow
@@ -11,13 +12,8 @@ import pytest
 from conftest import mesh_of, tiny_config
 
 from tpjax.config import ConfigError, DataConfig, TrainConfig
-from tpjax.data import (
-    MAX_VALIDATION_TOKENS,
-    EvalBatches,
-    TrainBatches,
-    load_corpus,
-    place,
-)
+from tpjax.corpus import MAX_VALIDATION_TOKENS, load_corpus
+from tpjax.data import EvalBatches, TrainBatches, place
 from tpjax.presets import preset_run
 from tpjax.tokenizer import ByteTokenizer
 
@@ -102,7 +98,7 @@ def test_unusable_corpora_end_in_one_line(tmp_path, name, content, message):
 
 def test_parquet_without_text_is_named(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), tmp_path / "a.parquet")
-    with pytest.raises(ConfigError, match='has no "text" column'):
+    with pytest.raises(ConfigError, match='has no "text" and no "messages" column'):
         load_corpus(config_for(tmp_path / "a.parquet"), ByteTokenizer())
 
 
@@ -155,3 +151,85 @@ def test_batches_are_placed_as_the_step_wants_them():
     batch = place(rows, mesh_of(config))
     np.testing.assert_array_equal(batch.tokens_BT, rows[0])
     assert {shard.data.shape for shard in batch.tokens_BT.addressable_shards} == {(2, 32)}
+
+
+class Chats(ByteTokenizer):
+    """Of a conversation the answers count, and the byte after each."""
+
+    has_chat_template = True
+
+    def chat_tokens(self, messages):
+        tokens, answers = [], []
+        for message in messages:
+            if not isinstance(message, dict):
+                raise ConfigError("message 1 is none.")
+            piece = (message["content"] + "\n").encode()
+            tokens += piece
+            answers += [message["role"] == "assistant"] * len(piece)
+        return np.array(tokens, np.uint32), np.array(answers)
+
+
+def write_chats(path, count: int) -> None:
+    chat = [{"role": "user", "content": "{n}?"}, {"role": "assistant", "content": "I,{n}."}]
+    lines = [json.dumps({"messages": chat}).replace("{n}", str(n)) for n in range(100, 100 + count)]
+    path.write_text("\n".join(lines))
+
+
+def test_of_conversations_the_answers_count_and_of_texts_all(tmp_path):
+    write_chats(tmp_path / "chat.jsonl", 40)
+    (tmp_path / "text.txt").write_text("abc")
+    files = [tmp_path / "text.txt", tmp_path / "chat.jsonl"]
+    corpus = load_corpus(config_for(*files), Chats())
+    assert corpus.train_counts is not None
+    assert corpus.validation_counts is not None
+    counted = Chats().decode(corpus.train[corpus.train_counts])
+    assert counted.startswith("abcI,100.\nI,101.\nI,102.\n")
+    others = Chats().decode(corpus.train[~corpus.train_counts]).split()
+    assert others[:3] == ["100?", "101?", "102?"]
+    train = TrainBatches(corpus.train, 2, 8, seed=0, counts=corpus.train_counts)
+    windows = np.lib.stride_tricks.sliding_window_view(corpus.train, 9)
+    for number in range(30):
+        tokens, targets, valid = train.rows(number)
+        for row in range(2):
+            window = np.append(tokens[row, 0], targets[row])
+            (start,) = np.flatnonzero((windows == window).all(1))  # numbered, so each is one
+            np.testing.assert_array_equal(valid[row], corpus.train_counts[start + 1 : start + 9])
+    held = EvalBatches(corpus.validation, 2, 8, corpus.validation_counts)
+    seen = np.concatenate([held.rows(i)[2].ravel() for i in range(len(held))])
+    assert seen.sum() == corpus.validation_counts[1:].sum() > 0
+    predicted = [held.rows(i)[1][held.rows(i)[2]] for i in range(len(held))]
+    assert "?" not in Chats().decode(np.concatenate(predicted))
+
+
+def test_conversations_are_told_apart_by_what_counts(tmp_path):
+    write_chats(tmp_path / "chat.jsonl", 40)
+    corpus = load_corpus(config_for(tmp_path / "chat.jsonl"), Chats())
+    other = dataclasses.replace(corpus, train_counts=~corpus.train_counts)
+    assert corpus.fingerprint != other.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"messages": "hi"}', "line 1 is not a JSON object with a"),
+        ('{"messages": 1}', "line 1 is not a JSON object with a"),
+        ('{"messages": ["hi"]}', r"c\.jsonl line 1: message 1 is none"),
+    ],
+)
+def test_a_line_that_is_no_conversation_is_named(tmp_path, line, message):
+    (tmp_path / "c.jsonl").write_text(line)
+    with pytest.raises(ConfigError, match=message):
+        load_corpus(config_for(tmp_path / "c.jsonl", seq_len=99), Chats())
+
+
+def test_a_tokenizer_without_a_template_refuses_conversations(tmp_path):
+    write_chats(tmp_path / "chat.jsonl", 4)
+    with pytest.raises(ConfigError, match=r"chat\.jsonl line 1: .*no chat template"):
+        load_corpus(config_for(tmp_path / "chat.jsonl"), ByteTokenizer())
+
+
+def test_conversations_without_an_answer_are_refused(tmp_path):
+    line = json.dumps({"messages": [{"role": "user", "content": "Is anybody there?"}]})
+    (tmp_path / "chat.jsonl").write_text("\n".join([line] * 40))
+    with pytest.raises(ConfigError, match="has no answers to learn from"):
+        load_corpus(config_for(tmp_path / "chat.jsonl"), Chats())

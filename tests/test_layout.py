@@ -36,7 +36,7 @@ RANKS = [
     {"vocabulary"},
     {"gguf_tokenizer"},
     {"tokenizer"},
-    {"step", "data", "generate"},
+    {"step", "data", "corpus", "generate"},
     {"memory.forms", "memory.text"},
     {"flops", "memory.hlo", "memory.paths", "memory.records"},
     {"memory.buffers", "memory.scene", "memory.live"},
@@ -52,6 +52,7 @@ RANKS = [
     {"saver", "resume"},
     {"log", "restore"},
     {"run", "inference", "export"},
+    {"answer", "evaluate"},
     {"training"},
     {"loop"},
 ]

@@ -25,7 +25,7 @@ from tokenizers import (
 
 from tpjax import chat
 from tpjax.config import ConfigError, DataConfig, TrainConfig
-from tpjax.data import load_corpus
+from tpjax.corpus import load_corpus
 from tpjax.hf.files import inside, read_json
 from tpjax.presets import preset_run
 from tpjax.resolve import resolve

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from tpjax.checkpoint import Checkpoint, Progress, choose
 from tpjax.config import TrainConfig
-from tpjax.data import EvalBatches, TrainBatches, check_rows, load_corpus, place
+from tpjax.corpus import load_corpus
+from tpjax.data import EvalBatches, TrainBatches, check_rows, place
 from tpjax.folder import METRICS, RunFolder
 from tpjax.hf.load import Weights
 from tpjax.memory.advice import advise, explain_peak
@@ -136,13 +137,16 @@ def prepare(config: TrainConfig, folder: RunFolder) -> Run:
     step = lower_train_step(config, mesh).compile()
     eval_step = lower_eval_step(config, mesh).compile()
     shift = progress.sequences - progress.step * data.batch_size
-    batches = TrainBatches(corpus.train, data.batch_size, data.seq_len, config.seed, shift)
+    counts, sizes = corpus.train_counts, (data.batch_size, data.seq_len)
+    batches = TrainBatches(corpus.train, *sizes, config.seed, shift, counts)
+    counts, sizes = corpus.validation_counts, (data.part_size, data.seq_len)
+    held_out = EvalBatches(corpus.validation, *sizes, counts)
     return Run(
         config=config,
         mesh=mesh,
         tokenizer=tokenizer,
         batches=batches,
-        held_out=EvalBatches(corpus.validation, data.part_size, data.seq_len),
+        held_out=held_out,
         text=corpus.fingerprint,
         checkpoint=checkpoint,
         restoration=restoration,
