@@ -54,8 +54,6 @@ def answer(flags: Generation) -> None:
     """Prints one answer as it comes, or several one after the other when all are there."""
     require(len(flags.prompt) > 0, "there is nothing to go on with; give a --prompt.")
     loaded = load(flags.source, rows=len(flags.prompt), seq_len=1)
-    for note in loaded.notes:
-        print(note, file=sys.stderr)
     prompts = [prompt_tokens(loaded.tokenizer, text, chat=flags.chat) for text in flags.prompt]
     kind = loaded.config.memory.compute if flags.cache == "auto" else flags.cache
     assert kind != "auto"  # resolved
@@ -67,6 +65,8 @@ def answer(flags: Generation) -> None:
         cache=kind,
         sampling=flags.sampling,
     )
+    for note in loaded.notes:
+        print(note, file=sys.stderr)
     texts = ["" for _ in prompts]
     for pieces in answers.stream(flags.seed):
         texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]

@@ -8,23 +8,28 @@ Takes the flags of experiments.train; --corpus, --out and the like change nothin
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 
 from experiments import screen
 from experiments.flags import check_writable, fail, parse
+from tpjax.checks import check_fields
 from tpjax.config import ConfigError, MeshConfig, TrainConfig, require
 from tpjax.flops import model_flops
 from tpjax.gpus import GPUS
 from tpjax.memory.advice import advise
 from tpjax.memory.compiled import absent_devices
 from tpjax.memory.explain import report_run
+from tpjax.memory.generation import report_generation
 from tpjax.memory.picture import draw
 from tpjax.memory.policies import policies
+from tpjax.memory.records import gib
 from tpjax.memory.timing import roofline
 from tpjax.mesh import gpu_driver_present, start_devices
 from tpjax.resolve import resolve
@@ -43,6 +48,13 @@ class Plan:
     """File for the whole report."""
     timeline: str = ""
     """File for a picture of the memory over the step, .png or .html."""
+    generate: bool = False
+    """Plan generation, not training: a cache for --batch-size sequences of --context positions;
+    --params is bf16 by default."""
+    context: int = 0
+    """Positions of each sequence in generation; by default all that the model has."""
+    cache: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
+    """How generation keeps keys and values; auto is as they are computed."""
 
     def __post_init__(self) -> None:
         require(
@@ -53,6 +65,15 @@ class Plan:
             not self.timeline or Path(self.timeline).suffix in (".png", ".html"),
             f"timeline={self.timeline} must end in .png or .html.",
         )
+        check_fields(self, non_negative="context")
+        require(
+            self.generate or (not self.context and self.cache == "auto"),
+            "--context and --cache are for --generate; add it.",
+        )
+        require(
+            not (self.generate and (self.json or self.timeline)),
+            "--generate plans two programs and writes no file; leave out --json and --timeline.",
+        )
         check_writable(self.json, self.timeline)
 
 
@@ -61,10 +82,29 @@ def main() -> None:
     try:
         if words[:1] == ["diff"]:
             return Console().print(screen.difference(*_read_two(words[1:])))
-        plan = parse(Plan, lambda run: Plan(run=run), __doc__ or "", None)
+        generates = "--generate" in words
+        plan = parse(Plan, lambda run: _default(run, generates), __doc__ or "", None)
         _make(plan)
     except ConfigError as error:
         fail(str(error))
+
+
+def _default(run: TrainConfig, generates: bool) -> Plan:
+    if generates:
+        run = dataclasses.replace(run, memory=dataclasses.replace(run.memory, params="bf16"))
+    return Plan(run=run)
+
+
+def _make_generation(plan: Plan) -> None:
+    cache = None if plan.cache == "auto" else plan.cache
+    context = plan.context or plan.run.model.max_seq_len
+    found = report_generation(
+        plan.run, context=context, cache=cache, gpu=plan.gpu or None, nodes=plan.nodes
+    )
+    console = Console()
+    for report in (found.decode, found.prefill):
+        console.print(screen.whole(report))
+    console.print(f"the cache: {gib(found.cache_bytes)} per device")
 
 
 def _make(plan: Plan) -> None:
@@ -74,6 +114,8 @@ def _make(plan: Plan) -> None:
         present or bool(plan.gpu),
         f"there is no GPU in this machine; name a kind: --gpu {'|'.join(GPUS)}.",
     )
+    if plan.generate:
+        return _make_generation(plan)
     report = report_run(plan.run, gpu=plan.gpu or None, nodes=plan.nodes)
     run, devices = _resolved(plan)
     console = Console()
@@ -87,6 +129,7 @@ def _make(plan: Plan) -> None:
         Path(plan.json).write_text(json.dumps(report.as_json(), indent=1) + "\n")
     if plan.timeline:
         draw(report, plan.timeline)
+    return None
 
 
 def _resolved(plan: Plan) -> tuple[TrainConfig, list]:

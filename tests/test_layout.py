@@ -46,7 +46,7 @@ RANKS = [
     {"memory.loops", "memory.advice", "memory.timing"},
     {"memory.lint"},
     {"memory.explain"},
-    {"memory.ladder"},
+    {"memory.ladder", "memory.generation"},
     {"memory.chart"},
     {"checkpoint"},
     {"saver", "resume"},

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -30,29 +31,30 @@ from tpjax.sharding import activation_spec
 
 Kind: TypeAlias = Literal["fp32", "bf16", "fp16", "int8"]
 
-_SPEC = P(None, BATCH, None, TENSOR, None)  # of k, v, their codes and scales
+_SPEC = P(None, BATCH, TENSOR, None, None)  # of k, v, their codes and scales
 _ROWS = P(BATCH)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cache:
-    """Keys and values of all layers, each [L, B, S, K, H]: arrays, or `Int8` with one scale for
-    each position and head."""
+    """Keys and values of all layers, each [L, B, K, S, H]: arrays, or `Int8` with one scale for
+    each position and head. Heads come before slots, as matmuls want them: the other way round
+    XLA would make a copy of all of it."""
 
     k: Any
     v: Any
 
     @property
     def slots(self) -> int:
-        return self.k.shape[2]
+        return self.k.shape[3]
 
 
 def abstract_cache(model: ModelConfig, mesh: Mesh, B: int, context: int, kind: Kind) -> Cache:
     """Shapes, dtypes and shardings of a cache for `context` positions of B sequences."""
     S = min(context, model.sliding_window or context)
     K = max(model.num_kv_heads, mesh.shape["tensor"] * mesh.shape["kv_copy"])
-    shape = (model.num_layers, B, S, K, model.head_dim)
+    shape = (model.num_layers, B, K, S, model.head_dim)
     abstract: Any = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, _SPEC))
     if kind == "int8":
         one = Int8(abstract(shape, jnp.int8), abstract((*shape[:-1], 1), jnp.float32))
@@ -85,7 +87,9 @@ def store(
             last = length[0] - 1
             position = last - (last - jnp.arange(S)) % S
             new = jnp.take(new, jnp.maximum(position, 0), axis=1)
-        return jax.lax.dynamic_update_slice(all, new[None], (layer, row, 0, 0, 0))
+        # In that order in memory too, or XLA would bring the whole cache into the other one.
+        new_BKTH = with_layout_constraint(jnp.moveaxis(new, 1, 2), Layout((0, 1, 2, 3)))
+        return jax.lax.dynamic_update_slice(all, new_BKTH[None], (layer, row, 0, 0, 0))
 
     return _each(cache, k_BTKH, v_BTKH, local, (layer, P()), (row, P()), (length_B, _ROWS))
 
@@ -96,7 +100,7 @@ def append(cache: Cache, layer: Array, k_BTKH: Array, v_BTKH: Array, position_B:
 
     def local(all: Array, new: Array, layer: Array, position: Array) -> Array:
         rows = jnp.arange(new.shape[0])
-        return all.at[layer, rows, position % S].set(new[:, 0])
+        return all.at[layer, rows, :, position % S].set(new[:, 0])
 
     return _each(cache, k_BTKH, v_BTKH, local, (layer, P()), (position_B, _ROWS))
 
@@ -128,23 +132,22 @@ def attend(q_BTNH: Array, cache: Cache, layer: Array, position_B: Array) -> Arra
     def local(q: Array, cache: Cache, layer: Array, position: Array) -> Array:
         (k, k_scale), (v, v_scale) = (_layer(x, layer, q.dtype) for x in (cache.k, cache.v))
         B, _, N, H = q.shape
-        S, K = k.shape[1:3]
+        K, S = k.shape[1:3]
         q_BKGH = q.reshape(B, K, N // K, H)
-        s_BKGS = jnp.einsum("BKGH,BSKH->BKGS", q_BKGH, k, preferred_element_type=jnp.float32)
+        s_BKGS = jnp.einsum("BKGH,BKSH->BKGS", q_BKGH, k, preferred_element_type=jnp.float32)
         s_BKGS *= k_scale / math.sqrt(H)
         written = position[:, None] - (position[:, None] - jnp.arange(S)) % S
         s_BKGS = jnp.where((written >= 0)[:, None, None], s_BKGS, -jnp.inf)
         p_BKGS = jax.nn.softmax(s_BKGS, axis=-1) * v_scale
-        y_BKGH = jnp.einsum("BKGS,BSKH->BKGH", p_BKGS.astype(q.dtype), v)
+        y_BKGH = jnp.einsum("BKGS,BKSH->BKGH", p_BKGS.astype(q.dtype), v)
         return y_BKGH.reshape(q.shape)
 
     return local(q_BTNH, cache, layer, position_B)
 
 
 def _layer(all: Any, layer: Array, dtype: Any) -> tuple[Array, Array | float]:
-    """x_BSKH of one layer in `dtype`, and its scales, to go with s_BKGS."""
+    """x_BKSH of one layer in `dtype`, and its scales, to go with s_BKGS."""
     take = partial(jax.lax.dynamic_index_in_dim, index=layer, axis=0, keepdims=False)
     if not isinstance(all, Int8):
         return take(all).astype(dtype), 1.0
-    scales_BSK1 = take(all.scales)
-    return take(all.codes).astype(dtype), jnp.moveaxis(scales_BSK1, 1, 3)
+    return take(all.codes).astype(dtype), jnp.swapaxes(take(all.scales), 2, 3)

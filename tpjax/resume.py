@@ -64,7 +64,7 @@ def settings_of(checkpoint: Checkpoint) -> TrainConfig:
     """
     try:
         return _made(TrainConfig, checkpoint.about.config)
-    except (TypeError, ValueError, AttributeError, ConfigError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
         raise ConfigError(
             f"checkpoint {checkpoint.path} has settings that this version of tpjax does not know: "
             f"{shown(error)}."
