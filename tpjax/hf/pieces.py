@@ -27,6 +27,8 @@ from tpjax.hf.tensors import Index
 from tpjax.layers import int8_block
 from tpjax.quant import Int8
 
+PIECE_BYTES = 16 * 2**20  # of a table's rows in float32
+
 Read = Callable[[Index], np.ndarray]
 Write = Callable[[Index, np.ndarray], None]
 Span = tuple[int, int]  # from, to
@@ -58,8 +60,8 @@ class Parameter:
         if self._stacked:
             return self._fill(len(tensors), self._put_layer, lambda n: self._layer(tensors[n]))
         if self._letters[0] == "V":
-            parts = self._model.table_parts
-            return self._fill(parts, self._put_rows, lambda n: self._rows(tensors[0], n))
+            read = tensors[0]
+            return self._fill(self._row_parts, self._put_rows, lambda n: self._rows(read, n))
         return self._run(self._store)(self._layer(tensors[0]))
 
     def write(self, value: Array | Int8, dtype: Any, tensors: Sequence[Write]) -> None:
@@ -164,7 +166,7 @@ class Parameter:
         """Part `number` of the rows of each shard, [S, R, D]; padding is zero."""
         V, D = self._sizes["V"], self._sizes["D"]
         S = self._shards("V")
-        R = V // S // self._model.table_parts
+        R = V // S // self._row_parts
 
         def read(spans: Sequence[Span]) -> np.ndarray:
             (shard, end), _, columns = spans
@@ -179,6 +181,13 @@ class Parameter:
             return padded
 
         return self._place((S, R, D), P(self._axes["V"], None, self._axes["D"]), read)
+
+    @property
+    def _row_parts(self) -> int:
+        """The fewest equal parts of a shard's rows that are small enough in all shards."""
+        rows, row_bytes = self._sizes["V"] // self._shards("V"), self._sizes["D"] * 4
+        most = max(PIECE_BYTES // (row_bytes * self._shards("V")), 1)
+        return next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= most)
 
     def _shards(self, letter: str) -> int:
         axes = self._axes[letter]
