@@ -45,7 +45,10 @@ def main() -> None:
     table.add_row("tokens predicted", f"{found.tokens:,}")
     table.add_row("loss per token", f"{found.loss:.4f}")
     table.add_row("perplexity", f"{found.perplexity:.3f}")
-    table.add_row("bits per byte", f"{found.bits_per_byte:.4f} ({found.bytes:,} bytes)")
+    if found.bits_per_byte is None:
+        table.add_row("bits per byte", "not available, because special tokens alone are predicted")
+    else:
+        table.add_row("bits per byte", f"{found.bits_per_byte:.4f} ({found.bytes:,} bytes)")
     Console().print(table)
 
 

@@ -21,9 +21,10 @@ def prompt_tokens(tokenizer: Tokenizer, text: str, *, chat: bool) -> np.ndarray:
         ConfigError: it is empty, or the model has no chat template.
     """
     if chat:
-        return tokenizer.encode(tokenizer.chat_prompt([{"role": "user", "content": text}]))
-    first = [] if tokenizer.begin_of_text is None else [tokenizer.begin_of_text]
-    tokens = np.concatenate([np.array(first, np.uint32), tokenizer.encode(text)])
+        tokens = tokenizer.encode(tokenizer.chat_prompt([{"role": "user", "content": text}]))
+    else:
+        first = [] if tokenizer.begin_of_text is None else [tokenizer.begin_of_text]
+        tokens = np.concatenate([np.array(first, np.uint32), tokenizer.encode(text)])
     require(len(tokens) > 0, "a prompt is empty; give it a word.")
     return tokens
 
@@ -63,7 +64,7 @@ class Answers:
 
     def stream(self, seed: int) -> Iterator[list[str]]:
         """The next piece of each answer, often empty, until all have ended."""
-        streams = [TextStream(self._tokenizer) for _ in self._prompts]
+        streams = [TextStream(self._tokenizer, begun=True) for _ in self._prompts]
         running = set(range(len(streams)))
         for count, tokens in enumerate(self._generator.stream(self._prompts, seed), 1):
             pieces = ["" for _ in streams]

@@ -13,8 +13,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tpjax.checks import check_fields, require
+from tpjax.checks import check_fields, require, shown
 
+MAX_SIZE, MAX_LAYERS = 2**27, 10_000  # what files say of a model is to be believed up to here
 TABLE_PART_BYTES = 128 * 2**20  # over all devices: a tensor axis of 4 has a quarter of it each
 
 
@@ -51,6 +52,10 @@ class RopeConfig:
                 self.original_max_seq_len > 0,
                 f"rope kind={self.kind} needs original_max_seq_len, the length trained on.",
             )
+        require(
+            self.kind != "yarn" or self.theta > 1,
+            f"rope theta={self.theta} must be above 1 for kind=yarn.",
+        )
         require(
             self.kind != "llama3" or self.low_freq_factor < self.high_freq_factor,
             f"rope low_freq_factor={self.low_freq_factor} must be below "
@@ -96,6 +101,13 @@ class ModelConfig:
             positive="vocab_size num_layers embed_dim num_heads num_kv_heads head_dim mlp_dim "
             "max_seq_len norm_eps sliding_window",
         )
+        for name in ("vocab_size", "embed_dim", "num_heads", "head_dim", "mlp_dim", "max_seq_len"):
+            size = getattr(self, name)
+            require(size <= MAX_SIZE, f"{name}={shown(size)} must be at most {MAX_SIZE}.")
+        require(
+            self.num_layers <= MAX_LAYERS,
+            f"num_layers={shown(self.num_layers)} must be at most {MAX_LAYERS}.",
+        )
         require(
             self.num_heads % self.num_kv_heads == 0,
             f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}.",
@@ -103,6 +115,10 @@ class ModelConfig:
         require(
             self.rope is None or self.head_dim % 2 == 0,
             f"head_dim={self.head_dim} must be even for rotary positions.",
+        )
+        require(
+            self.rope is None or self.rope.kind != "dynamic" or self.head_dim > 2,
+            "head_dim=2 is too small for rope kind=dynamic.",
         )
         require(
             self.norm == "layernorm" or not self.norm_bias,
@@ -131,7 +147,7 @@ class ModelConfig:
         """Rows and parts."""
         multiple = math.lcm(self.num_heads, 64)
         for V in itertools.count(-(-self.vocab_size // multiple) * multiple, multiple):
-            fewest = -(-V * self.embed_dim * 4 // TABLE_PART_BYTES)
+            fewest = min(-(-V * self.embed_dim * 4 // TABLE_PART_BYTES), V // self.num_heads)
             for parts in range(fewest, 2 * fewest + 1):
                 if V // self.num_heads % parts == 0:
                     return V, parts

@@ -36,12 +36,13 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss)
+        return math.exp(min(self.loss, 700))  # beyond it there is no float
 
     @property
-    def bits_per_byte(self) -> float:
-        """Comparable between tokenizers: log₂ of the whole text's probability, per byte."""
-        return self.loss * self.tokens / math.log(2) / self.bytes
+    def bits_per_byte(self) -> float | None:
+        """Comparable between tokenizers: log₂ of the whole text's probability, per byte; None
+        where special tokens alone are predicted, which stand for no bytes."""
+        return self.loss * self.tokens / math.log(2) / self.bytes if self.bytes else None
 
 
 def evaluate(
@@ -67,6 +68,7 @@ def evaluate(
         # Sums of a batch in float32, of all of them in the host's float64.
         totals = jax.device_put((np.float32(0), np.int32(0)), whole)
         loss += float(step(loaded.params, totals, place(rows, loaded.mesh))[0])
+    require(math.isfinite(loss), "the loss is not a number: the model's weights are spoilt.")
     pieces = (len(loaded.tokenizer.piece(int(token))) for token in predicted)
     return Evaluation(
         tokens=len(predicted), loss=loss / len(predicted), bytes=sum(pieces), notes=loaded.notes

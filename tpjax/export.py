@@ -22,8 +22,7 @@ def export(
 ) -> list[str]:
     """Writes config, weights and tokenizer; returns what is to be said of it, a line each.
 
-    One device reads one parameter after the other, so that no more than the largest, of all
-    layers, is in memory.
+    One device reads one parameter of all layers after the other.
 
     Args:
         out: a run's folder.
@@ -48,11 +47,17 @@ def export(
     if config.data.tokenizer == "bytes":
         notes.append("without a tokenizer: the model reads bytes, and 256 ends a text")
 
+    stops = [] if tokenizer is None else sorted(tokenizer.stop_tokens)
+    tokens = {
+        "bos_token_id": None if tokenizer is None else tokenizer.begin_of_text,
+        "eos_token_id": stops[0] if len(stops) == 1 else stops or None,
+    }
+
     def beside(folder: Path) -> None:
         if tokenizer is not None:
             tokenizer.save(folder)
 
     require(not to.exists(), f"{to} is there already; name a new folder.")
     parameters = Restoration(checkpoint, config, mesh).parameters()
-    save(config.model, mesh, parameters, to, dtype, beside=beside)
+    save(config.model, mesh, parameters, to, dtype, tokens=tokens, beside=beside)
     return notes

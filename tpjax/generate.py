@@ -217,7 +217,7 @@ class Generator:
     """A model ready to go on with prompts.
 
     Raises:
-        ConfigError: the context is longer than the model's positions.
+        ConfigError: the context is longer than the model's positions, or logits are no numbers.
     """
 
     def __init__(self, config: TrainConfig, mesh: Mesh, params: dict, decoding: Decoding):
@@ -247,7 +247,12 @@ class Generator:
             self._cache, tokens, position = self._step(
                 self._params, self._cache, tokens, position, np.uint32(seed), np.int32(number)
             )
-            yield np.asarray(tokens)[: len(prompts)]
+            found = np.asarray(tokens)[: len(prompts)]
+            require(
+                bool((found < self._config.model.vocab_size).all()),
+                "the model's logits are not numbers: its weights are spoilt.",
+            )
+            yield found
 
     def _read(self, prompts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Prompts into the cache; returns them with padding, and their lengths."""

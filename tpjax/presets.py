@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from tpjax.checks import shown
 from tpjax.config import (
     ConfigError,
     DataConfig,
@@ -163,7 +164,11 @@ def preset(name: str) -> ModelConfig:
     """
     if name in _MODELS:
         return _MODELS[name]
-    if Path(name).exists():
+    try:
+        there = Path(name).exists()
+    except OSError as error:
+        raise ConfigError(f"model {shown(name)} cannot be read: {error.strerror}.") from error
+    if there:
         return read_model(name)
     raise ConfigError(f"model {name!r} is not a preset or a path.{nearest(name, _MODELS)}")
 

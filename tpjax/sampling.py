@@ -33,6 +33,10 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_fields(self, non_negative="temperature top_k")
+        require(
+            self.temperature == 0 or self.temperature >= 1e-3,
+            f"temperature={self.temperature} must be 0 (the most likely token), or 0.001 or more.",
+        )
         require(0 < self.top_p <= 1, f"top_p={self.top_p} must be above 0 and at most 1.")
 
 

@@ -90,12 +90,17 @@ class Tokenizer(ABC):
 
 
 class TextStream:
-    """Tokens to text as they come: `decode` of all of them, in pieces of whole characters."""
+    """Tokens to text as they come: `decode` of all of them, in pieces of whole characters.
 
-    def __init__(self, tokenizer: Tokenizer, special: bool = False):
+    Args:
+        special: write special tokens out.
+        begun: they go on with a text, and a space that they begin with belongs to it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, special: bool = False, *, begun: bool = False):
         self._tokenizer, self._special = tokenizer, special
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._begun = not tokenizer.drops_space
+        self._begun = begun or not tokenizer.drops_space
 
     def push(self, token: int) -> str:
         """The text that one more token completes, if any."""

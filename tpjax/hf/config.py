@@ -79,8 +79,7 @@ class _Fields:
         value = self.data.get(key)
         value = default if value is None else value
         require(
-            isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-            and math.isfinite(value),
+            isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e30,
             f"{self.path}: {key}={shown(str(value))} must be a number above 0.",
         )  # fmt: skip
         return value
@@ -164,23 +163,33 @@ def _window(fields: _Fields, family: Family) -> int | None:
     data, L = fields.data, fields.whole("num_hidden_layers")
     if family == "mistral":
         absent = "sliding_window" not in data
-        window = 4096 if absent else data["sliding_window"] and fields.whole("sliding_window")
-        first = 0
-    elif family in ("qwen2", "qwen3") and fields.truth("use_sliding_window", False):
-        window = data.get("sliding_window", 4096) and fields.whole("sliding_window", 4096)
+        null = not absent and data["sliding_window"] is None
+        return None if null else fields.whole("sliding_window", 4096)  # of all its layers
+    if family in ("qwen2", "qwen3") and fields.truth("use_sliding_window", False):
+        absent, null = "sliding_window" not in data, data.get("sliding_window") is None
+        window = None if null and not absent else fields.whole("sliding_window", 4096)
         first = data.get("max_window_layers", 28)
+        require(
+            type(first) is int and first >= 0,
+            f"{fields.path}: max_window_layers={shown(first)} must be a number of layers.",
+        )
     else:
         window, first = None, L
     kinds = data.get("layer_types")
     if kinds is None:
-        kinds = ["sliding_attention" if window and i >= first else "full_attention"
-                 for i in range(L)]  # fmt: skip
+        slides = [window is not None and layer >= first for layer in (0, L - 1)]
+        kinds = ["sliding_attention" if one else "full_attention" for one in slides]
+    else:
+        require(
+            isinstance(kinds, list) and len(kinds) == L,
+            f"{fields.path}: layer_types is not a list of one for each of its {L} layers.",
+        )
     require(
-        kinds in (["full_attention"] * L, ["sliding_attention"] * L),
+        set(map(str, kinds)) in ({"full_attention"}, {"sliding_attention"}),
         f"{fields.path}: layers of different attention (some with a sliding window, some "
         "without) are not supported.",
     )
-    return window if kinds[0] == "sliding_attention" else None
+    return window if "sliding_attention" in kinds else None
 
 
 def _rope(fields: _Fields) -> RopeConfig:
@@ -207,9 +216,11 @@ def _rope(fields: _Fields) -> RopeConfig:
         return RopeConfig(theta=theta)
     trained = fields.whole("max_position_embeddings")
     longest = trained
-    if kind != "dynamic":  # whose own length is always that of the model
+    if kind in ("llama3", "yarn"):  # one beside the RoPE settings goes before, as in transformers
         trained = rope.whole("original_max_position_embeddings", trained)
-    settings: dict[str, Any] = {"factor": float(rope.number("factor", longest / trained))}
+        trained = fields.whole("original_max_position_embeddings", trained)
+    implied = longest / trained if kind == "yarn" else None
+    settings: dict[str, Any] = {"factor": float(rope.number("factor", implied))}
     if kind != "linear":
         settings["original_max_seq_len"] = trained
     if kind == "llama3":

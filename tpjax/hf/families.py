@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from tpjax.architecture import ModelConfig, RopeConfig
-from tpjax.checks import ConfigError
+from tpjax.checks import ConfigError, require
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "gpt2"]
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
@@ -56,6 +56,11 @@ def write_config(model: ModelConfig) -> dict[str, Any]:
     if family in ("qwen2", "qwen3") and model.sliding_window:
         settings |= {"use_sliding_window": True, "max_window_layers": 0}
     assert model.rope is not None  # only GPT-2 has learned positions
+    require(
+        model.rope.kind != "dynamic" or model.rope.original_max_seq_len == model.max_seq_len,
+        f"{model.name} has dynamic RoPE for another length than its own, which transformers has "
+        "no setting for.",
+    )
     return settings | _write_rope(model.rope)
 
 
@@ -84,7 +89,8 @@ def _family_for(model: ModelConfig) -> Family:
 
 
 def _write_rope(rope: RopeConfig) -> dict[str, Any]:
-    """In the older form, which older and newer transformers read."""
+    """In the older form, which older and newer transformers read; `dynamic` has the model's own
+    length there."""
     if rope.kind == "default":
         return {"rope_theta": rope.theta}
     scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}

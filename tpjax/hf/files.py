@@ -20,7 +20,10 @@ def inside(folder: Path, name: str) -> Path:
     """
     plain = name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name)
     require(plain, f"{folder}: {shown(name)!r} is not the name of a file in it.")
-    home, target = folder.resolve(), (folder / name).resolve()
+    try:
+        home, target = folder.resolve(), (folder / name).resolve()
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"{folder / name} cannot be followed: {shown(error)}.") from error
     homes = [home]
     if home.parent.name == "snapshots":
         homes.append(home.parent.parent / "blobs")

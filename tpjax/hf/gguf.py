@@ -75,14 +75,18 @@ class _Settings:
         field = self._reader.get_field(key)
         value = default if field is None else field.contents()
         known = isinstance(value, kind | int if kind is float else kind)
+        known = known and not isinstance(value, bool) and (kind is str or 0 <= value < 1e30)
         require(known, f"{self._path}: its setting {key}={shown(value)} is no {kind.__name__}.")
         return value
 
     def of(self, key: str, kind: type, default: Any = None) -> Any:
         return self.get(f"{self.architecture}.{key}", kind, default)
 
-    def has(self, key: str) -> bool:
-        return self._reader.get_field(f"{self.architecture}.{key}") is not None
+    def refuse(self, *keys: str) -> None:
+        """Settings that change what is computed, and are not supported."""
+        for key in keys:
+            there = self._reader.get_field(f"{self.architecture}.{key}") is not None
+            require(not there, f"{self._path}: its setting {key} is not supported.")
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -93,8 +97,20 @@ def read_config(path: Path) -> ModelConfig:
     """
     file = GgufFile(path)
     settings, names = _Settings(path), file.tensors.keys()
-    require("model.embed_tokens.weight" in names, f"{path} has no tensor token_embd.weight.")
+    table = file.tensors.get("model.embed_tokens.weight")
+    require(
+        table is not None and len(table.shape) == 2,
+        f"{path} has no tensor token_embd.weight of two dimensions.",
+    )
+    assert table is not None
     N, D = settings.of("attention.head_count", int), settings.of("embedding_length", int)
+    require(N > 0, f"{path}: its setting attention.head_count is 0.")
+    settings.refuse(
+        "attention.scale", "logit_scale", "rope.scale_linear", "rope.scaling.alpha",
+        "rope.scaling.attn_factor", "rope.scaling.yarn_ext_factor",
+        "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_log_multiplier",
+        "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
+    )  # fmt: skip
     H = settings.of("attention.key_length", int, D // N)
     window = settings.of("attention.sliding_window", int, 0)
 
@@ -104,7 +120,7 @@ def read_config(path: Path) -> ModelConfig:
     return ModelConfig(
         name=path.stem,
         folder=str(path),
-        vocab_size=file.tensors["model.embed_tokens.weight"].shape[0],
+        vocab_size=table.shape[0],
         num_layers=settings.of("block_count", int),
         embed_dim=D,
         num_heads=N,
@@ -136,16 +152,12 @@ def _rope(path: Path, settings: _Settings, H: int, factors: np.ndarray | None) -
         return _llama3_rope(path, theta, factors, H)
     kind = settings.of("rope.scaling.type", str, "none")
     if kind in ("none", ""):
+        settings.refuse("rope.scaling.factor")
         return RopeConfig(theta=theta)
     require(kind in ("linear", "yarn"), f"{path}: RoPE of type {shown(kind)} is not supported.")
     factor = _short(settings.of("rope.scaling.factor", float))
     if kind == "linear":
         return RopeConfig(theta=theta, kind="linear", factor=factor)
-    for key in ("attn_factor", "yarn_attn_factor", "yarn_log_multiplier", "yarn_beta_fast"):
-        require(
-            not settings.has(f"rope.scaling.{key}"),
-            f"{path}: its setting rope.scaling.{key} is not supported.",
-        )
     trained = settings.of("rope.scaling.original_context_length", int)
     return RopeConfig(theta=theta, kind="yarn", factor=factor, original_max_seq_len=trained)
 
@@ -156,7 +168,7 @@ def _llama3_rope(path: Path, theta: float, factors: np.ndarray, H: int) -> RopeC
     rope = RopeConfig(
         theta=theta,
         kind="llama3",
-        factor=_short(factors.max()),
+        factor=_short(factors.max(initial=1)),
         original_max_seq_len=8192,
         low_freq_factor=1.0,
         high_freq_factor=4.0,

@@ -52,6 +52,12 @@ class Weights:
         known = table(family)
         self._places = {path: known[path] for path in self._units}
         self._names = {_full_name(name): name for name in self._source.tensors}
+        twice = set(self._source.tensors) - set(self._names.values())
+        require(
+            not twice,
+            f"{self._source.path} has tensor {shown(min(twice, default=''))} twice, with and "
+            "without the first part of its name.",
+        )
         self._check_head(known["head"], known["embedding"])
         self._check_tensors()
         self.notes = self._losses()

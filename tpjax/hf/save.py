@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,8 +24,8 @@ from tpjax.architecture import ModelConfig
 from tpjax.checks import ConfigError, require
 from tpjax.hf.config import family_of
 from tpjax.hf.families import Family, write_config
-from tpjax.hf.files import inside, read_json
-from tpjax.hf.model import CONFIG, gguf_file
+from tpjax.hf.files import read_json
+from tpjax.hf.model import CONFIG, gguf_file, read_model
 from tpjax.hf.names import table
 from tpjax.hf.pieces import Parameter
 from tpjax.hf.tensors import INDEX, SINGLE, Index
@@ -41,6 +44,7 @@ def save(
     dtype: str,
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
+    tokens: Mapping[str, Any] = MappingProxyType({}),
     beside: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Writes config.json and the weights into a new folder, which gets its name when all of it
@@ -51,6 +55,7 @@ def save(
             have to be there at once.
         dtype: fp32, bf16 or fp16; rounded to the nearest value of it.
         max_file_bytes: of a file with more than one tensor; more than one file get an index.
+        tokens: what config.json is to say of special tokens.
         beside: writes other files into the folder, which it gets, before that has its name.
 
     Raises:
@@ -58,12 +63,14 @@ def save(
             transformers has no such model.
     """
     settings, family = _settings(model, dtype)
+    settings |= tokens
     files = _Files(model, family, dtype, max_file_bytes)
     require(not folder.exists(), f"{folder} is there already; name a new folder.")
-    part = folder.absolute().with_name(f".{folder.name}.part")
+    part = None
     try:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
+        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.absolute().parent))
+        part.chmod(0o755)
         free = shutil.disk_usage(part).free
         require(
             free > files.total_bytes,
@@ -75,6 +82,7 @@ def save(
             parameter = Parameter(path, table(family)[path], value, model, mesh)
             tensors = [partial(files.write, name) for name in _names(model, family, path)]
             parameter.write(value, DTYPES[dtype], tensors)
+            del value, parameter  # before the next is made
         files.close()
         (part / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
         beside(part)
@@ -82,13 +90,14 @@ def save(
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror or error}.") from error
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        if part is not None:
+            shutil.rmtree(part, ignore_errors=True)
 
 
 def _settings(model: ModelConfig, dtype: str) -> tuple[dict[str, Any], Family]:
     """The config.json that the model came with, or one made for it; and its family."""
     source = Path(model.folder)
-    if model.folder and gguf_file(source) is None and inside(source, CONFIG).exists():
+    if _describes(source, model):
         settings, family = read_json(source, CONFIG), family_of(source)
     else:
         settings = write_config(model)
@@ -96,6 +105,17 @@ def _settings(model: ModelConfig, dtype: str) -> tuple[dict[str, Any], Family]:
     key = "dtype" if "dtype" in settings else "torch_dtype"  # newer and older transformers
     settings |= {"tie_word_embeddings": model.tie_embeddings, key: DTYPES[dtype].name}
     return settings, family
+
+
+def _describes(source: Path, model: ModelConfig) -> bool:
+    """Whether the folder that a model came from is there and still says the same of it."""
+    if not model.folder or not source.exists() or gguf_file(source) is not None:
+        return False
+    try:
+        found = read_model(model.folder)
+    except ConfigError:
+        return False
+    return replace(found, name=model.name, tie_embeddings=model.tie_embeddings) == model
 
 
 def _names(model: ModelConfig, family: Family, path: str) -> list[str]:
@@ -140,7 +160,7 @@ class _Files:
             self._groups[-1].append(name)
             filled += size
             self.total_bytes += size
-        self._maps: dict[str, np.memmap] = {}
+        self._maps: dict[str, np.ndarray] = {}
 
     def _bytes(self, name: str) -> int:
         return int(np.prod(self._shapes[name])) * self._dtype.itemsize
@@ -170,17 +190,23 @@ class _Files:
             file.write(len(text).to_bytes(8, "little") + text)
             os.posix_fallocate(file.fileno(), first, max(end, 1))
             file.truncate(first + end)
-        for name in names:
-            offset = first + header[name]["data_offsets"][0]
-            self._maps[name] = np.memmap(
-                path, self._dtype, mode="r+", offset=offset, shape=self._shapes[name]
-            )
+        whole = np.memmap(path, np.uint8, mode="r+", offset=first, shape=max(end, 1))
+        for name in names:  # one map for all of them: each takes a file descriptor
+            part = whole[slice(*header[name]["data_offsets"])]
+            self._maps[name] = part.view(self._dtype).reshape(self._shapes[name])
 
     def write(self, name: str, index: Index, values: np.ndarray) -> None:
-        """A slice of a tensor to its place."""
+        """A slice of a tensor to its place.
+
+        Raises:
+            ConfigError: a weight is too large for the format.
+        """
+        require(
+            self._dtype != DTYPES["fp16"] or bool(np.isfinite(values).all()),
+            f"{name} has weights that fp16 cannot hold; use bf16 or fp32.",
+        )
         self._maps[name][index] = values
 
     def close(self) -> None:
-        for tensor in self._maps.values():
-            tensor.flush()
+        """Lets go of the files; what is not on the disk yet the system writes."""
         self._maps.clear()
