@@ -33,7 +33,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template as models bring it, with the names that `transformers` gives it.
+    """A Jinja template as models bring it, with the names that `transformers` gives it. The
+    sandbox keeps it from the machine, but not from taking as long as it likes.
 
     Attributes:
         source: its text; not trusted.
@@ -47,7 +48,6 @@ class ChatTemplate:
 
     @cached_property
     def _template(self) -> Any:
-        import jinja2
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         environment = ImmutableSandboxedEnvironment(
@@ -57,7 +57,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         try:
             return environment.from_string(self.source)
-        except (jinja2.TemplateError, RecursionError) as error:
+        except Exception as error:  # whatever an untrusted template makes Python's parser raise
             raise ConfigError(f"chat template of {self.where}: {shown(error)}.") from error
 
     def render(

@@ -93,22 +93,22 @@ def read_tokens(data: DataConfig, tokenizer: Tokenizer) -> tuple[np.ndarray, np.
         np.array([] if token is None else [token], dtype)
         for token in (tokenizer.begin_of_text, tokenizer.end_of_text)
     ]
-    pieces, counts, has_chats = [np.zeros(0, dtype)], [np.zeros(0, bool)], False
+    pieces, counts = [np.zeros(0, dtype)], [np.zeros(0, bool)]
     for document in _documents(data):
         if isinstance(document.content, str):
             tokens = np.concatenate(
                 [around[0], tokenizer.encode(document.content).astype(dtype), around[1]]
             )
-            answers = np.ones(len(tokens), bool)
+            answers = np.broadcast_to(True, len(tokens))  # one bool, whatever its length
         else:
-            has_chats = True
             try:
                 tokens, answers = tokenizer.chat_tokens(document.content)
             except ConfigError as error:
                 raise ConfigError(f"corpus {document.where}: {error}") from error
         pieces.append(tokens.astype(dtype))
         counts.append(answers)
-    return np.concatenate(pieces), np.concatenate(counts) if has_chats else None
+    of_all = all(some.all() for some in counts)
+    return np.concatenate(pieces), None if of_all else np.concatenate(counts)
 
 
 def _documents(data: DataConfig) -> Iterator[Document]:
@@ -166,9 +166,9 @@ def _json_content(path: Path, number: int, line: str) -> str | list:
     """The text, or the messages, in a line."""
     try:
         found = json.loads(line)
-        kind = list if "messages" in found else str
+        kind = str if found.get("messages") is None else list
         content = found["messages" if kind is list else "text"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         kind, content = str, None
     if not isinstance(content, kind):
         raise ConfigError(

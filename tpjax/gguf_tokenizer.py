@@ -56,6 +56,8 @@ def gguf_vocabulary(path: Path) -> Vocabulary:
             if f"{key}_token_id" in fields
         }
         stops = [fields[key] for key in ("eos_token_id", "eot_token_id") if key in fields]
+        if not all(type(stop) is int and 0 <= stop < len(fields["tokens"]) for stop in stops):
+            raise ValueError("a token that ends a text is none of its tokens")
         if fields.get("add_bos_token", fields["pre"] in _LLAMA3):
             _begin_with(library, names["bos_token"])
     except ConfigError:

@@ -70,7 +70,7 @@ def bare(library: tokenizers.Tokenizer) -> int | None:
     said = json.loads(library.post_processor.__getstate__())
     library.post_processor = None  # pyright: ignore[reportAttributeAccessIssue]
     for step in said.get("processors", [said]):
-        first = step.get("single", [{}])[0]
+        first = (step.get("single") or [{}])[0]
         if "SpecialToken" in first:
             return library.token_to_id(first["SpecialToken"]["id"])
     return None
@@ -141,7 +141,7 @@ def _ids(value: Any) -> list[Any]:
 
 
 def _checked(token: Any, library: tokenizers.Tokenizer, path: Path) -> int:
-    known = type(token) is int and token >= 0 and library.id_to_token(token) is not None
+    known = type(token) is int and 0 <= token < 2**32 and library.id_to_token(token) is not None
     require(
         known,
         f"{path}: eos_token_id {shown(token)} is no token of tokenizer.json; correct it there.",
@@ -150,7 +150,8 @@ def _checked(token: Any, library: tokenizers.Tokenizer, path: Path) -> int:
 
 
 def _named(text: str, library: tokenizers.Tokenizer, folder: Path) -> int:
-    token = library.token_to_id(text)
+    # Half a character, which JSON can bring, is in no vocabulary.
+    token = None if any("\ud800" <= c <= "\udfff" for c in text) else library.token_to_id(text)
     if token is None:
         raise ConfigError(
             f"{folder / 'tokenizer_config.json'} names the token {shown(text)}, which "
