@@ -335,7 +335,7 @@ def test_by_default_it_is_the_lectures_case(monkeypatch, capsys, compilations):
         (("--gpu=h10",), "gpu 'h10' is unknown. Did you mean h100"),
         (("--batchsize=8",), "there is no flag --batchsize. Did you mean --batch-size"),
         (("--remat=full",), "there is no flag --remat."),
-        (("--model=llama",), "model 'llama' is not a preset. Did you mean llama3.2-1b"),
+        (("--model=llama",), "model 'llama' is not a preset or a path. Did you mean llama3.2-1b"),
         (("--mesh=tensor=3",), "tensor=3 does not split llama3.2-1b"),
         (("--mesh=tenser=4",), "mesh axis 'tenser' is unknown. Did you mean tensor"),
         (("--mesh=data=4", "--batch-size=2"), "batch_size=2 does not split"),
