@@ -10,7 +10,7 @@ Letters: B batch (sequences), T prompt length with padding, D model width, V voc
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import jax
@@ -69,10 +69,30 @@ class Decoding:
         )
 
 
-def _model(config: TrainConfig, params: dict) -> tuple[Transformer, nnx.GraphDef, nnx.State]:
-    """The model, and its blocks in two."""
-    model = nnx.merge(graph(config), params)
-    return model, *nnx.split(model.blocks)
+def _through_layers(
+    model: Transformer, rope: tuple | None, x_BTD: Array, cache: Cache, mix: Callable
+) -> tuple[Array, Cache]:
+    """The last block's output, and the cache with what was read on the way.
+
+    Args:
+        mix: (cache, layer, q_BTNH, k_BTKH, v_BTKH) → the new cache and y_BTNH.
+    """
+    block, stacked = nnx.split(model.blocks)
+
+    def layer(carry: tuple, numbered: tuple) -> tuple:
+        (x_BTD, cache), (number, weights) = carry, numbered
+        written = []
+
+        def attention(*qkv: Array) -> Array:
+            new, y_BTNH = mix(cache, number, *qkv)
+            written.append(new)
+            return y_BTNH
+
+        x_BTD = nnx.merge(block, weights)(x_BTD, rope, attention)
+        return (x_BTD, *written), None
+
+    numbers = jnp.arange(model.model.num_layers)
+    return jax.lax.scan(layer, (x_BTD, cache), (numbers, stacked))[0]
 
 
 def prefill(
@@ -91,23 +111,15 @@ def prefill(
         length_B: tokens of each.
         row: which sequence of its shard each is.
     """
-    model, block, stacked = _model(config, params)
+    model = nnx.merge(graph(config), params)
     rope = _rope(config, decoding, jnp.arange(tokens_BT.shape[1]))
+    how = (config.memory.attention, config.model.sliding_window)
 
-    def layer(carry: tuple, numbered: tuple) -> tuple:
-        (x_BTD, cache), (number, weights) = carry, numbered
-        done = []
+    def mix(cache: Cache, layer: Array, q_BTNH: Array, k_BTKH: Array, v_BTKH: Array) -> tuple:
+        cache = kv.store(cache, layer, row, k_BTKH, v_BTKH, length_B)
+        return cache, attend(q_BTNH, k_BTKH, v_BTKH, *how)
 
-        def mix(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array) -> Array:
-            done.append(kv.store(cache, number, row, k_BTKH, v_BTKH, length_B))
-            how = (config.memory.attention, config.model.sliding_window)
-            return attend(q_BTNH, k_BTKH, v_BTKH, *how)
-
-        x_BTD = nnx.merge(block, weights)(x_BTD, rope, mix)
-        return (x_BTD, *done), None
-
-    layers = (jnp.arange(config.model.num_layers), stacked)
-    return jax.lax.scan(layer, (model.embed(tokens_BT), cache), layers)[0][1]
+    return _through_layers(model, rope, model.embed(tokens_BT), cache, mix)[1]
 
 
 def decode(
@@ -119,23 +131,15 @@ def decode(
     position_B: Array,
 ) -> tuple[Cache, Array]:
     """The cache with one more token of each sequence read, and the model's output x_BD there."""
-    model, block, stacked = _model(config, params)
+    model = nnx.merge(graph(config), params)
     rope = _rope(config, decoding, position_B[:, None])
 
-    def layer(carry: tuple, numbered: tuple) -> tuple:
-        (x_BTD, cache), (number, weights) = carry, numbered
-        done = []
-
-        def mix(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array) -> Array:
-            done.append(kv.append(cache, number, k_BTKH, v_BTKH, position_B))
-            return kv.attend(q_BTNH, done[0], number, position_B)
-
-        x_BTD = nnx.merge(block, weights)(x_BTD, rope, mix)
-        return (x_BTD, *done), None
+    def mix(cache: Cache, layer: Array, q_BTNH: Array, k_BTKH: Array, v_BTKH: Array) -> tuple:
+        cache = kv.append(cache, layer, k_BTKH, v_BTKH, position_B)
+        return cache, kv.attend(q_BTNH, cache, layer, position_B)
 
     x_BTD = model.embed(tokens_B[:, None], position_B[:, None])
-    layers = (jnp.arange(config.model.num_layers), stacked)
-    (x_BTD, cache), _ = jax.lax.scan(layer, (x_BTD, cache), layers)
+    x_BTD, cache = _through_layers(model, rope, x_BTD, cache, mix)
     return cache, model.norm(x_BTD)[:, 0]
 
 
