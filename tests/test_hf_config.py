@@ -127,14 +127,17 @@ def test_an_export_says_what_the_model_is_and_not_what_its_old_folder_says_by_no
     params = units(initial_state(tiny_config(), mesh_of(tiny_config())).params)
 
     def exported(name: str) -> dict:
-        save(model, mesh_of(tiny_config()), params, tmp_path / name, "fp32")
+        tokens = {"eos_token_id": 5, "bos_token_id": None}
+        save(model, mesh_of(tiny_config()), params, tmp_path / name, "fp32", tokens=tokens)
         return json.loads((tmp_path / name / "config.json").read_text())
 
-    settings = json.loads((folder / "config.json").read_text()) | {"our_note": 1}
+    settings = json.loads((folder / "config.json").read_text()) | {"our_note": 1, "eos_token_id": 7}
     (folder / "config.json").write_text(json.dumps(settings))
-    assert exported("same")["our_note"] == 1
+    same = exported("same")
+    assert (same["our_note"], same["eos_token_id"]) == (1, 7)
     (folder / "config.json").write_text(json.dumps(settings | {"rope_theta": 777.0}))
-    assert exported("edited")["rope_theta"] == 10_000
+    made = exported("edited")
+    assert (made["rope_theta"], made["eos_token_id"], made["bos_token_id"]) == (10_000, 5, None)
     assert read_model(str(tmp_path / "edited")).rope == TINY.rope
 
 

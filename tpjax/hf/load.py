@@ -73,11 +73,7 @@ class Weights:
         return Parameter(path, stored, like, self._model, self._mesh).assemble(tensors)
 
     def _tensors(self, path: str) -> list[str]:
-        """The names of a parameter's tensors: one for each layer, or one."""
-        name = self._places[path].name
-        if not path.startswith("blocks."):
-            return [name]
-        return [name.format(layer) for layer in range(self._model.num_layers)]
+        return self._places[path].tensors(self._model.num_layers)
 
     def _tensor(self, name: str) -> Tensor:
         return self._source.tensors[self._names[name]]

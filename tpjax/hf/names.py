@@ -30,8 +30,10 @@ class Stored:
     part: int = 0
     parts: int = 1
 
-    def tensor(self, layer: int | None) -> str:
-        return self.name if layer is None else self.name.format(layer)
+    def tensors(self, num_layers: int) -> list[str]:
+        """The names of its tensors: one for each layer, or one."""
+        layers = range(num_layers) if "{}" in self.name else (0,)
+        return [self.name.format(layer) for layer in layers]
 
     def shape(self, model: ModelConfig) -> tuple[int, ...]:
         """Of the tensor in the file, which has no padding."""

@@ -55,7 +55,8 @@ def save(
             have to be there at once.
         dtype: fp32, bf16 or fp16; rounded to the nearest value of it.
         max_file_bytes: of a file with more than one tensor; more than one file get an index.
-        tokens: what config.json is to say of special tokens.
+        tokens: what config.json is to say of special tokens, where it does not come with the
+            model and say it already.
         beside: writes other files into the folder, which it gets, before that has its name.
 
     Raises:
@@ -63,7 +64,7 @@ def save(
             transformers has no such model.
     """
     settings, family = _settings(model, dtype)
-    settings |= tokens
+    settings = {**tokens, **settings}
     files = _Files(model, family, dtype, max_file_bytes)
     require(not folder.exists(), f"{folder} is there already; name a new folder.")
     part = None
@@ -79,8 +80,9 @@ def save(
         )
         files.create(part)
         for path, value in parameters:
-            parameter = Parameter(path, table(family)[path], value, model, mesh)
-            tensors = [partial(files.write, name) for name in _names(model, family, path)]
+            stored = table(family)[path]
+            parameter = Parameter(path, stored, value, model, mesh)
+            tensors = [partial(files.write, name) for name in stored.tensors(model.num_layers)]
             parameter.write(value, DTYPES[dtype], tensors)
             del value, parameter  # before the next is made
         files.close()
@@ -116,14 +118,6 @@ def _describes(source: Path, model: ModelConfig) -> bool:
     except ConfigError:
         return False
     return replace(found, name=model.name, tie_embeddings=model.tie_embeddings) == model
-
-
-def _names(model: ModelConfig, family: Family, path: str) -> list[str]:
-    """The tensors of a parameter: one for each layer, or one."""
-    name = table(family)[path].name
-    if not path.startswith("blocks."):
-        return [name]
-    return [name.format(layer) for layer in range(model.num_layers)]
 
 
 def _tensors(model: ModelConfig, family: Family) -> Iterator[tuple[str, tuple[int, ...]]]:
