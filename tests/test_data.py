@@ -156,8 +156,6 @@ def test_batches_are_placed_as_the_step_wants_them():
 class Chats(ByteTokenizer):
     """Of a conversation the answers count, and the byte after each."""
 
-    has_chat_template = True
-
     def chat_tokens(self, messages):
         tokens, answers = [], []
         for message in messages:

@@ -527,7 +527,6 @@ def test_messages_are_looked_at(small, messages, message):
 def test_no_template_is_said(tmp_path):
     plain = FileTokenizer(folder_of(tmp_path / "plain"))
     for tokenizer, name in ((ByteTokenizer(), "byte tokenizer"), (plain, "plain")):
-        assert not tokenizer.has_chat_template
         for call in (tokenizer.chat_prompt, tokenizer.chat_tokens):
             with pytest.raises(ConfigError, match=f"{name} has no chat template"):
                 call(CHAT)

@@ -35,7 +35,6 @@ class Tokenizer(ABC):
     begin_of_text: int | None = None
     stop_tokens: frozenset[int]
     drops_space: bool = False
-    has_chat_template: bool = False
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
@@ -145,7 +144,6 @@ class FileTokenizer(Tokenizer):
         self.vocab_size = max(library.get_vocab().values(), default=-1) + 1  # ids may have gaps
         self.end_of_text, self.begin_of_text = vocabulary.end_of_text, vocabulary.begin_of_text
         self.stop_tokens = vocabulary.stop_tokens
-        self.has_chat_template = vocabulary.template is not None
         self._added = library.get_added_tokens_decoder()
         special = {token for token, added in self._added.items() if added.special}
         self._special = sorted(special | self.stop_tokens)
