@@ -29,6 +29,8 @@ class Export:
     """A new folder."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Of the weights written; auto is as the run keeps them, and bf16 for int8."""
+    adapters: bool = False
+    """Write the adapters of --lora-rank alone, as PEFT reads them; without, they are merged."""
 
 
 def main() -> None:
@@ -37,7 +39,7 @@ def main() -> None:
     try:
         require(bool(flags.out), "name a run's folder with --out.")
         require(bool(flags.to), "name a new folder with --to.")
-        for line in export(Path(flags.out), Path(flags.to), flags.dtype):
+        for line in export(Path(flags.out), Path(flags.to), flags.dtype, adapters=flags.adapters):
             print(line)
     except ConfigError as error:
         fail(str(error))

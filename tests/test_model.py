@@ -25,7 +25,8 @@ from flax import nnx
 from tpjax import architecture, quant
 from tpjax.config import RopeConfig
 from tpjax.data import place
-from tpjax.layers import PARAMETERS, rope_frequencies, rotate
+from tpjax.layers import PARAMETERS
+from tpjax.rope import rope_frequencies, rotate
 from tpjax.state import create_state, graph
 from tpjax.step import loss_and_gradients
 

@@ -4,6 +4,7 @@ Letters used for sizes everywhere in tpjax:
     B batch (sequences)   T sequence length (tokens)   D model width
     N query heads         K key/value heads            H head width
     F feed-forward width  V vocabulary (padded)        L layers
+    A adapter rank
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tpjax.checks import check_fields, require, shown
+from tpjax.checks import check_fields, check_names, require, shown
 
 MAX_SIZE, MAX_LAYERS = 2**27, 10_000  # what files say of a model is to be believed up to here
 TABLE_PART_BYTES = 128 * 2**20  # over all devices: a tensor axis of 4 has a quarter of it each
@@ -63,6 +64,37 @@ class RopeConfig:
         )
 
 
+ADAPTED = ("q", "k", "v", "o", "gate", "up", "down")
+"""The projections that can have an adapter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Adapters beside frozen weights (LoRA, arXiv:2106.09685): y = x W + x A B · alpha / rank."""
+
+    lora_rank: int = 0
+    """Width of the adapters that are trained instead of the weights; 0: the weights are."""
+    lora_alpha: float = 16.0
+    """What adapters add is multiplied by alpha / rank."""
+    lora_targets: str = "all"
+    """Projections that get one: all, or names out of q, k, v, o, gate, up and down."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, positive="lora_alpha", non_negative="lora_rank")
+        check_names("lora_targets", self.lora_targets, ("all",), ADAPTED)
+
+    @property
+    def targets(self) -> frozenset[str]:
+        if not self.lora_rank:
+            return frozenset()
+        names = ADAPTED if self.lora_targets == "all" else self.lora_targets.split(",")
+        return frozenset(names)
+
+    @property
+    def scale(self) -> float:
+        return self.lora_alpha / self.lora_rank
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The shape of one decoder: Llama 3.x, Qwen2/2.5/3, Mistral, SmolLM2 or GPT-2.
@@ -91,6 +123,7 @@ class ModelConfig:
     qk_norm: bool = False
     tie_embeddings: bool = True
     sliding_window: int | None = None
+    lora: LoraConfig = field(default_factory=LoraConfig)
     folder: str = ""
     """The Hugging Face folder or GGUF file that its weights and tokenizer are from; empty where
     they start at random."""
@@ -164,6 +197,7 @@ class ModelConfig:
             "H": self.head_dim,
             "F": self.mlp_dim,
             "L": self.num_layers,
+            "A": self.lora.lora_rank,
             "T": self.max_seq_len,
         }
 

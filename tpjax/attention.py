@@ -20,9 +20,10 @@ from jax.sharding import reshard
 
 from tpjax import remat
 from tpjax.config import MemoryConfig, ModelConfig
-from tpjax.layers import contract, make_weight, read, rms_norm, rotate
+from tpjax.layers import Adapters, contract, make_weight, read, rms_norm
 from tpjax.mesh import TENSOR
 from tpjax.precision import DTYPES
+from tpjax.rope import rotate
 from tpjax.sharding import activation_spec, residual_spec
 
 Mix = Callable[[Array, Array, Array], Array]  # q_BTNH, k_BTKH, v_BTKH → y_BTNH
@@ -42,6 +43,7 @@ class Attention(nnx.Module):
         self.o_bias = make("o_bias") if model.o_bias else None
         self.q_gain = make("q_gain") if model.qk_norm else None
         self.k_gain = make("k_gain") if model.qk_norm else None
+        self.adapters = Adapters(model, memory, rngs, ("q", "k", "v", "o"))
         self.model, self.memory = model, memory
 
     @jax.named_scope("attention")
@@ -77,12 +79,16 @@ class Attention(nnx.Module):
         with jax.named_scope("o"):
             weight_NHD = read(self.o, dtype, gathered=False)
             out_BTD = contract("BTNH,NHD->BTD", y_BTNH, weight_NHD, out_spec)
+            equations = ("BTNH,NHA->BTA", "BTA,AD->BTD")
+            out_BTD = self.adapters.add(out_BTD, "o", y_BTNH, equations, spec=out_spec)
             return out_BTD if self.o_bias is None else out_BTD + read(self.o_bias, dtype)
 
     def _project(self, x_BTD: Array, weight: nnx.Param, bias: nnx.Param | None) -> Array:
-        with jax.named_scope(weight.get_metadata()["name"]):
+        with jax.named_scope(name := weight.get_metadata()["name"]):
             weight_DNH = copy_heads(read(weight, x_BTD.dtype, gathered=False))
             out = contract("BTD,DNH->BTNH", x_BTD, weight_DNH)
+            equations = ("BTD,DA->BTA", "BTA,ANH->BTNH")
+            out = self.adapters.add(out, name, x_BTD, equations, spread=copy_heads)
             return out if bias is None else out + copy_heads(read(bias, x_BTD.dtype))
 
 

@@ -12,12 +12,13 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tpjax.architecture import ModelConfig, RopeConfig
+from tpjax.architecture import LoraConfig, ModelConfig, RopeConfig
 from tpjax.checks import ConfigError, check_fields, check_names, nearest, require
 
 __all__ = [
     "ConfigError",
     "DataConfig",
+    "LoraConfig",
     "MemoryConfig",
     "MeshConfig",
     "ModelConfig",
@@ -278,6 +279,7 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     data: DataConfig = field(default_factory=DataConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     steps: int = 1000
     """Optimiser steps."""
     seed: int = 0

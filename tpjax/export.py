@@ -6,11 +6,14 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
+from tpjax import lora
 from tpjax.checkpoint import choose
 from tpjax.checks import ConfigError, require
 from tpjax.config import MeshConfig
 from tpjax.folder import CHECKPOINTS
+from tpjax.hf.load import Weights
 from tpjax.hf.save import save
+from tpjax.inference import NO_BASE
 from tpjax.mesh import make_mesh, start_devices
 from tpjax.restore import Restoration
 from tpjax.resume import settings_of
@@ -18,7 +21,11 @@ from tpjax.tokenizer import load_tokenizer
 
 
 def export(
-    out: Path, to: Path, dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    out: Path,
+    to: Path,
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+    *,
+    adapters: bool = False,
 ) -> list[str]:
     """Writes config, weights and tokenizer; returns what is to be said of it, a line each.
 
@@ -28,6 +35,7 @@ def export(
         out: a run's folder.
         to: a new folder.
         dtype: of the weights; auto is as the run keeps them, and bf16 for int8.
+        adapters: write those by themselves, in float32, as PEFT reads them.
 
     Raises:
         ConfigError: there is no whole checkpoint, or the folder cannot be written.
@@ -59,5 +67,13 @@ def export(
 
     require(not to.exists(), f"{to} is there already; name a new folder.")
     parameters = Restoration(checkpoint, config, mesh).parameters()
+    if adapters:
+        require(bool(config.model.lora.targets), f"{checkpoint.path} has no adapters.")
+        lora.save_adapters(config.model, dict(parameters), to)
+        return [*checkpoint.skipped, f"adapters of {checkpoint.path} → {to}"]
+    if config.model.lora.targets:
+        require(bool(config.model.folder), NO_BASE.format(checkpoint.path))
+        notes.append(f"adapters merged into {config.model.folder}")
+        parameters = lora.merged(config.model, dict(parameters), Weights(config, mesh).units())
     save(config.model, mesh, parameters, to, dtype, tokens=tokens, beside=beside)
     return notes

@@ -26,9 +26,9 @@ from tpjax.attention import attend
 from tpjax.cache import Cache
 from tpjax.checks import require
 from tpjax.config import TrainConfig
-from tpjax.layers import rope_tables
 from tpjax.mesh import BATCH
 from tpjax.model import Transformer
+from tpjax.rope import rope_tables
 from tpjax.sampling import Sampling, next_token
 from tpjax.sharding import activation_spec
 from tpjax.state import abstract_state, graph, purpose_key
@@ -210,7 +210,7 @@ def _unsharded(config: TrainConfig) -> TrainConfig:
 def _abstract(config: TrainConfig, mesh: Mesh, decoding: Decoding) -> tuple[dict, Cache]:
     sizes = (decoding.batch_size, decoding.context, decoding.cache)
     cache = kv.abstract_cache(config.model, mesh, *sizes)
-    return abstract_state(config, mesh).params, cache
+    return abstract_state(config, mesh).weights, cache
 
 
 def _ints(mesh: Mesh, shape: tuple[int, ...], spec: P) -> jax.ShapeDtypeStruct:

@@ -20,8 +20,10 @@ from tpjax.presets import preset
 from tpjax.resolve import resolve
 from tpjax.restore import Restoration
 from tpjax.resume import settings_of
-from tpjax.state import abstract_state
+from tpjax.state import abstract_state, joined
 from tpjax.tokenizer import Tokenizer, load_tokenizer
+
+NO_BASE = "checkpoint {} has adapters of a model with random weights, which are kept nowhere."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,9 @@ def load(source: ModelSource, rows: int, seq_len: int) -> Loaded:
     structure = jax.tree.structure(abstract_state(config, mesh).params)
     units = [value for _, value in restoration.parameters()]
     params = jax.tree.unflatten(structure, jax.tree.leaves(units))
+    if config.model.lora.targets:
+        require(bool(config.model.folder), NO_BASE.format(checkpoint.path))
+        params = joined(params, Weights(config, mesh).params())
     notes = [*checkpoint.skipped, f"parameters of {checkpoint.path}", *restoration.notes]
     return Loaded(config=config, mesh=mesh, tokenizer=tokenizer, params=params, notes=notes)
 

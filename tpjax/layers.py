@@ -1,4 +1,4 @@
-"""What blocks are made of: weights, norms, rotary positions, the embedding.
+"""What blocks are made of: weights, adapters, norms, the embedding.
 
 Letters: B batch, T sequence, D model width, N query heads, K key/value heads,
 H head width, F feed-forward width, V vocabulary, L layers.
@@ -7,19 +7,19 @@ H head width, F feed-forward width, V vocabulary, L layers.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
 from tpjax import quant
-from tpjax.config import MemoryConfig, ModelConfig, RopeConfig
+from tpjax.config import MemoryConfig, ModelConfig
 from tpjax.mesh import TENSOR
 from tpjax.precision import DTYPES
 from tpjax.sharding import activation_spec, residual_spec, undeal, weight_spec
@@ -32,8 +32,13 @@ class Row:
     """One parameter: its dimensions by letter, how it starts, whether it decays."""
 
     letters: str
-    init: str = "normal"  # normal | residual (normal / √2L) | ones | zeros
+    init: str = "normal"  # normal | residual (normal / √2L) | adapter | ones | zeros
     decays: bool = True
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it is trained beside frozen weights; always float32."""
+        return "A" in self.letters
 
     @property
     def is_table(self) -> bool:
@@ -46,6 +51,10 @@ _GAIN, _SHIFT = Row("D", "ones", decays=False), Row("D", "zeros", decays=False)
 
 def _bias(letters: str) -> Row:
     return Row(letters, "zeros", decays=False)
+
+
+def _adapter_in(letters: str) -> Row:
+    return Row(letters, "adapter", decays=False)
 
 
 PARAMETERS = {
@@ -70,6 +79,20 @@ PARAMETERS = {
     "gate_bias": _bias("F"),
     "up_bias": _bias("F"),
     "down_bias": _bias("D"),
+    "q_a": _adapter_in("DA"),
+    "k_a": _adapter_in("DA"),
+    "v_a": _adapter_in("DA"),
+    "o_a": _adapter_in("NHA"),
+    "gate_a": _adapter_in("DA"),
+    "up_a": _adapter_in("DA"),
+    "down_a": _adapter_in("FA"),
+    "q_b": _bias("ANH"),
+    "k_b": _bias("AKH"),
+    "v_b": _bias("AKH"),
+    "o_b": _bias("AD"),
+    "gate_b": _bias("AF"),
+    "up_b": _bias("AF"),
+    "down_b": _bias("AD"),
 }
 
 
@@ -85,6 +108,8 @@ def make_weight(model: ModelConfig, memory: MemoryConfig, rngs: nnx.Rngs, name: 
     spec = weight_spec(row.letters, replicated_V=memory.embedding == "replicated")
 
     def stored(value: Array) -> Array | quant.Int8:
+        if row.is_adapter:
+            return value
         if memory.params != "int8":
             return value.astype(DTYPES[memory.params])
         return quant.quantise(value, int8_block(model, name)) if row.decays else value
@@ -92,7 +117,11 @@ def make_weight(model: ModelConfig, memory: MemoryConfig, rngs: nnx.Rngs, name: 
     if row.init in ("ones", "zeros"):
         value = jnp.full(shape, row.init == "ones", jnp.float32, out_sharding=spec)
         return nnx.Param(stored(value), name=name)
-    std = INIT_STD / (math.sqrt(2 * model.num_layers) if row.init == "residual" else 1)
+    std = {
+        "normal": INIT_STD,
+        "residual": INIT_STD / math.sqrt(2 * model.num_layers),
+        "adapter": 1 / math.sqrt(3 * math.prod(shape[:-1])),  # as PEFT's, which are uniform
+    }[row.init]
     parts = model.table_parts if row.letters[0] == "V" else 1
 
     def draw(key: Array) -> Array | quant.Int8:
@@ -170,6 +199,44 @@ def _contract_backward(equation: str, out_spec: P | None, stored: P, saved, g: A
 _contract.defvjp(_contract_forward, _contract_backward)
 
 
+class Adapters(nnx.Module):
+    """Those of some projections that have one (arXiv:2106.09685)."""
+
+    def __init__(
+        self, model: ModelConfig, memory: MemoryConfig, rngs: nnx.Rngs, names: Sequence[str]
+    ):
+        make = partial(make_weight, model, memory, rngs)
+        targets = [name for name in names if name in model.lora.targets]
+        self.weights = nnx.Dict(
+            {f"{n}_{part}": make(f"{n}_{part}") for n in targets for part in "ab"}
+        )
+        self.lora = model.lora
+
+    def add(
+        self,
+        out: Array,
+        name: str,
+        x: Array,
+        equations: tuple[str, str],
+        *,
+        spec: P | None = None,
+        spread: Callable[[Array], Array] = lambda weight: weight,
+    ) -> Array:
+        """The projection's output with what its adapter makes of its input.
+
+        Args:
+            equations: of `contract`, into the adapter and out of it.
+            spec: of what is between, where the first equation sums over a sharded dimension:
+                it is summed while it is narrow.
+            spread: of B, as key/value heads are copied.
+        """
+        if f"{name}_a" not in self.weights:
+            return out
+        a, b = (read(self.weights[f"{name}_{part}"], x.dtype, gathered=False) for part in "ab")
+        inner = contract(equations[0], x, a, spec)
+        return out + contract(equations[1], inner, spread(b)) * self.lora.scale
+
+
 class Norm(nnx.Module):
     """RMSNorm (arXiv:1910.07467) or LayerNorm over D, computed in float32."""
 
@@ -195,66 +262,6 @@ def rms_norm(x: Array, gain: Array, eps: float) -> Array:
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + eps)
     return (x32 * scale * gain).astype(x.dtype)
-
-
-def rope_frequencies(rope: RopeConfig, H: int, T: int) -> tuple[np.ndarray, float]:
-    """Angle per position for each of the H/2 pairs, and the scale of cos and sin.
-
-    Follows Hugging Face's definitions of each `rope_type`, so that imported
-    models keep their meaning. `T`, the sequence length, matters to `dynamic`.
-    """
-    theta = rope.theta
-    if rope.kind == "dynamic" and rope.original_max_seq_len < T:
-        stretch = rope.factor * T / rope.original_max_seq_len - (rope.factor - 1)
-        theta *= stretch ** (H / (H - 2))
-    frequency = 1.0 / theta ** (np.arange(0, H, 2) / H)
-    if rope.kind == "linear":
-        frequency = frequency / rope.factor
-    elif rope.kind == "llama3":
-        turns = rope.original_max_seq_len * frequency / (2 * math.pi)
-        keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-        frequency = _blend(frequency, rope.factor, keep)
-    elif rope.kind == "yarn":
-
-        def pair_of(turns: float) -> float:  # the pair that turns this often while trained
-            ratio = rope.original_max_seq_len / (turns * 2 * math.pi)
-            return H * math.log(ratio) / (2 * math.log(theta))
-
-        low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
-        if rope.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, H - 1)
-        keep = 1 - (np.arange(H // 2) - low) / max(high - low, 0.001)
-        scale = rope.attention_factor or (
-            0.1 * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0
-        )
-        return _blend(frequency, rope.factor, keep), scale
-    return frequency, 1.0
-
-
-def _blend(frequency: np.ndarray, factor: float, keep: np.ndarray) -> np.ndarray:
-    keep = np.clip(keep, 0, 1)
-    return frequency * keep + frequency / factor * (1 - keep)
-
-
-@jax.named_scope("rope")
-def rope_tables(
-    rope: RopeConfig, H: int, T: int, positions: Array | None = None
-) -> tuple[Array, Array]:
-    """cos and sin for sequences of length `T`, of all its positions, [T, H/2], or of some,
-    [*positions.shape, H/2]; float32."""
-    frequency, scale = rope_frequencies(rope, H, T)
-    positions = jnp.arange(T) if positions is None else positions
-    angle = positions.astype(jnp.float32)[..., None] * jnp.asarray(frequency, jnp.float32)
-    return jnp.cos(angle) * scale, jnp.sin(angle) * scale
-
-
-@jax.named_scope("rope")
-def rotate(x_BTNH: Array, tables: tuple[Array, Array]) -> Array:
-    """Rotates the pairs (x_i, x_{i+H/2}) by their position's angles (arXiv:2104.09864)."""
-    cos, sin = (table[..., None, :] for table in tables)
-    x, y = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([x * cos - y * sin, y * cos + x * sin], -1).astype(x_BTNH.dtype)
 
 
 def embed(table_VD: Array, tokens_BT: Array, sequence_parallel: bool) -> Array:

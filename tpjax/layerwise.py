@@ -24,10 +24,10 @@ from jax.sharding import reshard
 
 from tpjax import quant, remat, tables, updates
 from tpjax.config import TrainConfig
-from tpjax.layers import rope_tables
 from tpjax.loss import loss_and_x_gradient
 from tpjax.model import Transformer
 from tpjax.precision import DTYPES
+from tpjax.rope import rope_tables
 from tpjax.sharding import activation_spec, deal, fetch, undeal
 from tpjax.state import Batch, TrainState, graph, optimizer_of
 from tpjax.updates import Application

@@ -96,7 +96,7 @@ def train(config: TrainConfig) -> Result:
 def _train(run: Run, folder: RunFolder, preemption: Preemption, result: Result) -> Result:
     """From the first step on: writes."""
     out, start = folder.path, run.start
-    shapes = abstract_state(run.config, run.mesh)
+    shapes = abstract_state(run.config, run.mesh).changing
     saver = Saver(folder.checkpoints, run.config.recovery, shapes, last=result.checkpoint)
     if start.step < run.config.steps:
         _check_space(run, folder, saver.state_bytes)
@@ -126,7 +126,7 @@ def _train(run: Run, folder: RunFolder, preemption: Preemption, result: Result) 
     )
     if training.stopped:
         return result
-    prompt, text = _sample(run, state.params)
+    prompt, text = _sample(run, state.weights)
     return dataclasses.replace(result, prompt=prompt, sample=text)
 
 

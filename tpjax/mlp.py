@@ -15,7 +15,7 @@ from jax import Array
 from jax.sharding import reshard
 
 from tpjax.config import MemoryConfig, ModelConfig
-from tpjax.layers import contract, make_weight, read
+from tpjax.layers import Adapters, contract, make_weight, read
 from tpjax.precision import DTYPES
 from tpjax.sharding import activation_spec, residual_spec
 
@@ -50,6 +50,7 @@ class MLP(nnx.Module):
         self.gate_bias = make("gate_bias") if gated and model.mlp_bias else None
         self.up_bias = make("up_bias") if model.mlp_bias else None
         self.down_bias = make("down_bias") if model.mlp_bias else None
+        self.adapters = Adapters(model, memory, rngs, ("gate", "up", "down"))
         self.memory = memory
 
     @jax.named_scope("mlp")
@@ -71,11 +72,16 @@ class MLP(nnx.Module):
         with jax.named_scope("down"):
             weight_FD = read(self.down, dtype, gathered=False)
             out_spec = residual_spec(self.memory.sequence_parallel)
-            out_BTD = contract("BTF,FD->BTD", h.reshape(B, T, -1), weight_FD, out_spec)
+            h_BTF = h.reshape(B, T, -1)
+            out_BTD = contract("BTF,FD->BTD", h_BTF, weight_FD, out_spec)
+            equations = ("BTF,FA->BTA", "BTA,AD->BTD")
+            out_BTD = self.adapters.add(out_BTD, "down", h_BTF, equations, spec=out_spec)
             return out_BTD if self.down_bias is None else out_BTD + read(self.down_bias, dtype)
 
     def _project(self, x: Array, weight: nnx.Param, bias: nnx.Param | None) -> Array:
-        with jax.named_scope(weight.get_metadata()["name"]):
-            equation = "BTD,DF->BTF" if x.ndim == 3 else "RD,DF->RF"
-            out = contract(equation, x, read(weight, x.dtype, gathered=False))
+        with jax.named_scope(name := weight.get_metadata()["name"]):
+            rows = "BT" if x.ndim == 3 else "R"
+            out = contract(f"{rows}D,DF->{rows}F", x, read(weight, x.dtype, gathered=False))
+            equations = (f"{rows}D,DA->{rows}A", f"{rows}A,AF->{rows}F")
+            out = self.adapters.add(out, name, x, equations)
             return out if bias is None else out + read(bias, x.dtype)

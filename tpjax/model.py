@@ -15,9 +15,10 @@ from jax.sharding import reshard
 from tpjax import remat
 from tpjax.attention import Attention, Mix
 from tpjax.config import MemoryConfig, ModelConfig
-from tpjax.layers import Norm, embed, make_weight, read, rope_tables
+from tpjax.layers import Norm, embed, make_weight, read
 from tpjax.mlp import MLP
 from tpjax.precision import DTYPES
+from tpjax.rope import rope_tables
 from tpjax.sharding import residual_spec
 
 

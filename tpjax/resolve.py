@@ -28,7 +28,10 @@ def resolve(config: TrainConfig, *, num_devices: int, platform: str) -> TrainCon
     model, memory, optim, data = config.model, config.memory, config.optim, config.data
     if memory.tie_embeddings is not None:
         model = dataclasses.replace(model, tie_embeddings=memory.tie_embeddings)
+    if config.lora.lora_rank:
+        model = dataclasses.replace(model, lora=config.lora)
     config = dataclasses.replace(config, model=model)
+    _check_lora(config)
     mesh = config.mesh or _default_mesh(config, num_devices)
     _check_mesh(config, mesh, num_devices)
     _check_remat(config)
@@ -100,6 +103,20 @@ def _check_remat(config: TrainConfig) -> None:
         memory.remat != "none" or not memory.offloads_residuals,
         f"offload={memory.offload} needs a choice of what to keep, and remat=none keeps "
         "everything; use --remat=dots or one that keeps less.",
+    )
+
+
+def _check_lora(config: TrainConfig) -> None:
+    """Adapters that would not be there, or not be trained."""
+    model, lora = config.model, config.model.lora
+    require(
+        lora.lora_targets == "all" or "gate" not in lora.targets or model.mlp == "swiglu",
+        f"lora_targets={lora.lora_targets}: {model.name} has no gate.",
+    )
+    require(
+        not lora.targets or config.memory.update == "whole",
+        "lora_rank does not go with update=layerwise: adapters are so small that their gradients "
+        "may well be there together; use --update=whole.",
     )
 
 

@@ -43,7 +43,7 @@ class Restoration:
     def __init__(self, checkpoint: Checkpoint, config: TrainConfig, mesh: Mesh):
         self._checkpoint, self._config, self._mesh = checkpoint, config, mesh
         self._path = checkpoint.path.absolute()  # Orbax takes no others
-        self._target = abstract_state(config, mesh)
+        self._target = abstract_state(config, mesh).changing
         handler = ocp.PyTreeCheckpointHandler(enable_pinned_host_transfer=False)
         self._checkpointer = ocp.Checkpointer(handler)
         self._stored = self._read_shapes()
@@ -58,8 +58,8 @@ class Restoration:
                 yield name.removeprefix("params."), self._unit(name, like)
 
     def state(self) -> TrainState:
-        """The state, on the devices; one array at a time, so that beside it there is never more
-        than one."""
+        """The state, on the devices, but for what is frozen; one array at a time, so that beside
+        it there is never more than one."""
         units = [self._unit(name, like) for name, like in self._units]
         state = jax.tree.unflatten(self._structure, units)
         seed = jax.device_put(np.uint32(self._config.seed), self._target.seed.sharding)

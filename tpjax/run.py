@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from dataclasses import dataclass
 
@@ -80,8 +81,14 @@ class Run:
 
     def state(self) -> TrainState:
         """The state to start from: restored, of the model's folder, or new."""
-        if self.restoration is not None:
-            return self.restoration.state()
+        if self.restoration is None:
+            return self._new_state()
+        state = self.restoration.state()
+        if not self.config.model.lora.targets:
+            return state
+        return dataclasses.replace(state, frozen=self._new_state().frozen)
+
+    def _new_state(self) -> TrainState:
         if self.weights is not None:
             return state_with(self.config, self.mesh, self.weights.params())
         return create_state(self.config, self.mesh)
@@ -122,7 +129,7 @@ def prepare(config: TrainConfig, folder: RunFolder) -> Run:
     progress = Progress()
     if checkpoint is None and (folder.path / METRICS).exists():
         notes.append(f"no checkpoint in {folder.checkpoints}: the run begins again")
-    if checkpoint is None and config.model.folder:
+    if config.model.folder and (checkpoint is None or config.model.lora.targets):
         weights = Weights(config, mesh)
         notes += [f"weights of {config.model.folder}", *weights.notes]
     if checkpoint is not None:
@@ -190,7 +197,7 @@ def predicted(run: Run) -> RunMemory:
         peaks.append(init_peak_bytes(run.config, run.mesh))
     capacity_bytes, reason = capacity(run.devices)
     return RunMemory(
-        parameters_bytes=bytes_per_device(state.params),
+        parameters_bytes=bytes_per_device(state.weights),
         moments_bytes=moments_bytes,
         compiled_peak_bytes=max(peaks),
         offloaded_bytes=host_bytes(run.step),

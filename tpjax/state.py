@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tpjax import optim, updates
-from tpjax.config import MeshConfig, TrainConfig
+from tpjax.config import MeshConfig, ModelConfig, TrainConfig
 from tpjax.mesh import is_absent, make_mesh
 from tpjax.model import Transformer
 from tpjax.precision import LossScale
@@ -38,6 +38,8 @@ class TrainState:
         params: the model's parameters, nested dicts by name.
         opt_state: `updates.init` of them.
         loss_scale: of fp16 compute, or None.
+        frozen: parameters that no step changes, beside adapters that are trained: `params` are
+            those then.
     """
 
     step: Array
@@ -45,6 +47,17 @@ class TrainState:
     params: dict
     opt_state: dict
     loss_scale: LossScale | None
+    frozen: dict = dataclasses.field(default_factory=dict)
+
+    @property
+    def weights(self) -> dict:
+        """All parameters of the model."""
+        return joined(self.params, self.frozen)
+
+    @property
+    def changing(self) -> TrainState:
+        """What a checkpoint has to hold."""
+        return dataclasses.replace(self, frozen={})
 
 
 @jax.tree_util.register_dataclass
@@ -70,6 +83,31 @@ def purpose_key(seed: Array | int, purpose: str) -> Array:
     return jax.random.fold_in(jax.random.key(seed), _PURPOSES.index(purpose))
 
 
+def joined(params: dict, frozen: dict) -> dict:
+    """The parameters that are trained and those that are not, in one tree."""
+    if not frozen:
+        return params
+    both = {name: joined(params[name], frozen[name]) for name in params.keys() & frozen.keys()}
+    return {**frozen, **params, **both}
+
+
+def _parted(model: ModelConfig, params: dict) -> tuple[dict, dict]:
+    """What is trained, and what is not."""
+    if not model.lora.targets:
+        return params, {}
+    trained, frozen = {}, {}
+    for name, value in params.items():
+        if name == "adapters":
+            trained[name] = value
+        elif isinstance(value, dict):
+            inner_trained, inner_frozen = _parted(model, value)
+            trained |= {name: inner_trained} if inner_trained else {}
+            frozen |= {name: inner_frozen} if inner_frozen else {}
+        else:
+            frozen[name] = value
+    return trained, frozen
+
+
 def graph(config: TrainConfig) -> nnx.GraphDef:
     """The model without its arrays; `nnx.merge` puts parameters back in. Needs the mesh set."""
     return jax.eval_shape(partial(_split_model, config), 0)[0]
@@ -88,9 +126,10 @@ def optimizer_of(config: TrainConfig):
 
 
 def _init(config: TrainConfig, seed: Array) -> TrainState:
-    params = _split_model(config, seed)[1]
+    params, frozen = _parted(config.model, _split_model(config, seed)[1])
     opt_state = updates.init(optimizer_of(config), params)
-    return dataclasses.replace(_scalars(config, seed), params=params, opt_state=opt_state)
+    state = _scalars(config, seed)
+    return dataclasses.replace(state, params=params, opt_state=opt_state, frozen=frozen)
 
 
 def _scalars(config: TrainConfig, seed: Array) -> TrainState:
@@ -159,15 +198,20 @@ def create_state(config: TrainConfig, mesh: Mesh) -> TrainState:
     return jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, shards))
 
 
-def state_with(config: TrainConfig, mesh: Mesh, params: dict) -> TrainState:
-    """A new state around parameters that are there already; nothing of them is copied."""
-    abstract = abstract_state(config, mesh)
+def state_with(config: TrainConfig, mesh: Mesh, base: dict) -> TrainState:
+    """A new state around a model's parameters, which are there already; nothing of them is
+    copied. With adapters they are what is frozen."""
+    adapts, abstract = bool(config.model.lora.targets), abstract_state(config, mesh)
 
     def beside(params: dict) -> TrainState:
+        if adapts:
+            params = _parted(config.model, _split_model(config, config.seed)[1])[0]
         opt_state = updates.init(optimizer_of(config), params)
-        return dataclasses.replace(_scalars(config, jnp.uint32(config.seed)), opt_state=opt_state)
+        state = _scalars(config, jnp.uint32(config.seed))
+        return dataclasses.replace(state, params=params if adapts else {}, opt_state=opt_state)
 
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, dataclasses.replace(abstract, params={}))
+    made = dataclasses.replace(abstract, frozen={}, params=abstract.params if adapts else {})
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, made)
     with jax.set_mesh(mesh):
-        state = jax.jit(beside, out_shardings=shardings)(params)
-    return dataclasses.replace(state, params=params)
+        state = jax.jit(beside, out_shardings=shardings)({} if adapts else base)
+    return dataclasses.replace(state, **{"frozen" if adapts else "params": base})

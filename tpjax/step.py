@@ -26,6 +26,7 @@ from tpjax.state import (
     abstract_batch,
     abstract_state,
     graph,
+    joined,
     optimizer_of,
     purpose_key,
 )
@@ -47,7 +48,11 @@ def loss_sum(config: TrainConfig, params: dict, batch: Batch, scale: Array) -> A
 
 
 def loss_and_gradients(
-    config: TrainConfig, params: dict, batch: Batch, loss_scale: Array | float = 1.0
+    config: TrainConfig,
+    params: dict,
+    batch: Batch,
+    loss_scale: Array | float = 1.0,
+    frozen: dict | None = None,
 ) -> tuple[Array, dict]:
     """`loss_scale` times the mean loss over the valid positions of the whole batch, and its
     gradients; those of parameters in int8 are in the compute dtype.
@@ -60,7 +65,8 @@ def loss_and_gradients(
 
     def of_part(part: Batch) -> tuple[Array, dict]:
         def loss(slots):
-            return loss_sum(config, quant.attach(params, slots), part, scale)
+            trained = quant.attach(params, slots)
+            return loss_sum(config, joined(trained, frozen or {}), part, scale)
 
         return jax.value_and_grad(loss)(slots)
 
@@ -104,7 +110,8 @@ def train_step(
         metrics["loss_scale"] = loss_scale.scale
         # No scale mends a loss that is not finite itself.
         loss_scale = loss_scale.after(jnp.isfinite(norm) | ~jnp.isfinite(loss))
-    return TrainState(state.step + 1, state.seed, params, opt_state, loss_scale), metrics
+    new = TrainState(state.step + 1, state.seed, params, opt_state, loss_scale, state.frozen)
+    return new, metrics
 
 
 def _learning_rate(config: TrainConfig, state: TrainState) -> Array:
@@ -118,7 +125,7 @@ def _update_whole(
 ) -> tuple[dict, dict, Array, Array]:
     """New parameters, new optimiser state, mean loss and global norm of the gradient."""
     scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
-    loss, gradients = loss_and_gradients(config, state.params, batch, scale)
+    loss, gradients = loss_and_gradients(config, state.params, batch, scale, state.frozen)
     norm = updates.global_norm(gradients) / scale
     how = updates.Application(
         key=key,
@@ -167,7 +174,7 @@ def lower_eval_step(config: TrainConfig, mesh: Mesh) -> jax.stages.Lowered:
         jax.ShapeDtypeStruct((), jnp.float32, sharding=whole),
         jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),
     )
-    params = abstract_state(config, mesh).params
+    params = abstract_state(config, mesh).weights
     with jax.set_mesh(mesh):
         step = jax.jit(
             partial(eval_step, config),

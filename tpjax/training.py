@@ -176,7 +176,7 @@ class Training:
         )
 
     def _evaluate(self, state: TrainState) -> None:
-        loss = self.run.evaluate(state.params, self.preemption)
+        loss = self.run.evaluate(state.weights, self.preemption)
         if loss is None:
             return
         step = self.progress.step
@@ -194,7 +194,7 @@ class Training:
         self._guard(self.saver.wait)
         about = resume.about(self.config, self.run.text, self.progress)
         self.failed = None
-        self._guard(lambda: self.saver.save(state, about))
+        self._guard(lambda: self.saver.save(state.changing, about))
 
     def _guard(self, action: Callable[[], None]) -> None:
         """A checkpoint that cannot be written is said at once, and is the end where that is

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import make_goldens
+import peft
 import smollm2
 import torch
 import transformers
@@ -48,6 +49,8 @@ def differences(exports: Path | None) -> Iterator[str]:
             lines = [*remade(Path(folder), kept), *older(kept)]
         lines += exported(exports / case.name, kept) if exports else []
         yield from (f"{case.name}: {line}" for line in lines)
+    for adapters in sorted(exports.glob("*.adapters")) if exports else []:
+        yield from (f"{adapters.stem}: {line}" for line in adapted(adapters))
     yield from (f"smollm2: {line}" for line in pretrained())
 
 
@@ -88,6 +91,20 @@ def exported(export: Path, kept: Path) -> Iterator[str]:
     if model.config.tie_word_embeddings != tied:  # not tied where the weights say otherwise
         yield f"exported tie_word_embeddings is not {tied}"
     yield from (f"exported {line}" for line in logits_differ(model, kept))
+
+
+def adapted(adapters: Path) -> Iterator[str]:
+    """How adapters in PEFT's hands differ from the folder that tpjax has merged them into."""
+    tokens = load_file(GOLDENS / adapters.stem / GOLDEN)["tokens"].long()
+    base = make_goldens.load(GOLDENS / adapters.stem)
+    merged = make_goldens.load(adapters.with_suffix(".merged"))
+    with torch.no_grad():
+        before = base(input_ids=tokens).logits
+        found = peft.PeftModel.from_pretrained(base, adapters)(input_ids=tokens).logits
+        wanted = merged(input_ids=tokens).logits
+    if (found - before).abs().max() < 0.1:
+        yield "adapters change nothing"
+    yield from compared({"adapted logits": found}, {"adapted logits": wanted}, TOLERANCE)
 
 
 def pretrained() -> Iterator[str]:

@@ -7,6 +7,7 @@ parameter, or one part of a table.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -46,8 +47,9 @@ class Weights:
         self._config, self._mesh, self._model = config, mesh, config.model
         self._source, family = open_model(config.model.folder)
         self._ties = read_model(config.model.folder).tie_embeddings
-        params = abstract_state(config, mesh).params
-        units, self._structure = jax.tree.flatten_with_path(params, is_leaf=is_int8)
+        state = abstract_state(config, mesh)
+        base = state.frozen or state.params  # adapters are in no such folder
+        units, self._structure = jax.tree.flatten_with_path(base, is_leaf=is_int8)
         self._units = {leaf_name(keys): like for keys, like in units}
         known = table(family)
         self._places = {path: known[path] for path in self._units}
@@ -64,8 +66,12 @@ class Weights:
 
     def params(self) -> dict:
         """The parameters, on the devices."""
-        units = [self._unit(path, like) for path, like in self._units.items()]
-        return jax.tree.unflatten(self._structure, units)
+        return jax.tree.unflatten(self._structure, [value for _, value in self.units()])
+
+    def units(self) -> Iterator[tuple[str, Any]]:
+        """Path and array of each parameter, one after the other."""
+        for path, like in self._units.items():
+            yield path, self._unit(path, like)
 
     def _unit(self, path: str, like: Any) -> Any:
         stored = self._places[path]

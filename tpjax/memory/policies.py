@@ -16,12 +16,12 @@ from jax.sharding import NamedSharding
 
 from tpjax.config import KEPT, ConfigError, TrainConfig
 from tpjax.flops import repeated_flops
-from tpjax.layers import rope_tables
 from tpjax.mesh import abstract_mesh
 from tpjax.model import Block
 from tpjax.precision import DTYPES
 from tpjax.remat import group_size
 from tpjax.resolve import resolve
+from tpjax.rope import rope_tables
 from tpjax.sharding import bytes_per_device, residual_spec
 
 
