@@ -38,7 +38,7 @@ from tpjax.memory.records import gib
 from tpjax.mesh import make_mesh, start_devices
 from tpjax.precision import DTYPES
 from tpjax.presets import preset, preset_run
-from tpjax.quant import is_int8
+from tpjax.quant import is_quantised
 from tpjax.resolve import resolve
 from tpjax.sharding import bytes_per_device
 from tpjax.state import abstract_state, leaf_name
@@ -117,7 +117,7 @@ def measure(folder: Path, mesh_name: str, params: str) -> dict:
         "import_beside_bytes": peak.bytes - params_bytes,
         "import_s": seconds,
     }
-    leaves = jax.tree.leaves_with_path(arrays, is_leaf=is_int8)
+    leaves = jax.tree.leaves_with_path(arrays, is_leaf=is_quantised)
     with Peak() as peak:
         start = time.perf_counter()
         named = ((leaf_name(keys), value) for keys, value in leaves)

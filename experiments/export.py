@@ -28,7 +28,7 @@ class Export:
     to: str = ""
     """A new folder."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Of the weights written; auto is as the run keeps them, and bf16 for int8."""
+    """Of the weights written; auto is as the run keeps them, and bf16 for int8 and nf4."""
     adapters: bool = False
     """Write the adapters of --lora-rank alone, as PEFT reads them; without, they are merged."""
 

@@ -7,16 +7,18 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY, TINY_GPT2, initial_state, mesh_of, tiny_config
 from safetensors.numpy import load_file, save_file
 
-from tpjax.config import ConfigError, ModelConfig, RopeConfig, TrainConfig
+from tpjax.config import ConfigError, LoraConfig, ModelConfig, RopeConfig, TrainConfig
 from tpjax.hf.load import Weights
 from tpjax.hf.model import read_model
 from tpjax.hf.save import save
-from tpjax.quant import is_int8
+from tpjax.layers import in_blocks
+from tpjax.quant import is_quantised
 from tpjax.state import leaf_name
 
 LLAMA = dataclasses.replace(
@@ -52,7 +54,7 @@ def random_params(config: TrainConfig) -> dict:
 
 
 def units(params: dict) -> list:
-    leaves = jax.tree.leaves_with_path(params, is_leaf=is_int8)
+    leaves = jax.tree.leaves_with_path(params, is_leaf=is_quantised)
     return [(leaf_name(keys), value) for keys, value in leaves]
 
 
@@ -119,6 +121,31 @@ def test_int8_is_made_of_what_the_file_has_and_alike_on_every_mesh(tmp_path):
         assert np.abs(codes * wide - value).max() <= 0.5001 * scales.max()
         for part in ("codes", "scales"):
             np.testing.assert_array_equal(back[0][f"{name}.{part}"], back[1][f"{name}.{part}"])
+
+
+def test_nf4_is_half_the_bytes_and_alike_on_every_mesh(tmp_path):
+    folder, params = written(tmp_path, "tensor=4", LLAMA)
+    back = []
+    model = dataclasses.replace(read_model(str(folder)), lora=LoraConfig(lora_rank=2))
+    for mesh in ("tensor=1", "fsdp=2,tensor=4"):
+        config = tiny_config(mesh, model=model, params="nf4")
+        back.append(Weights(config, mesh_of(config)).params())
+        for path, value in units(back[-1]):
+            if not is_quantised(value) or value.bits == 8:
+                continue
+            name, whole = path.rpartition(".")[2], named(params)[path]
+            with jax.set_mesh(mesh_of(config)):
+                wanted = [in_blocks(LLAMA, name, jnp.asarray(layer), 4) for layer in whole]
+            np.testing.assert_array_equal(value.codes, [w.codes for w in wanted])
+            np.testing.assert_array_equal(value.scales, [w.scales for w in wanted])
+            assert value.codes.nbytes * 2 == whole.size
+    kinds = {path.rpartition(".")[2]: v.bits for path, v in units(back[0]) if is_quantised(v)}
+    assert {name for name, bits in kinds.items() if bits == 8} == {"embedding", "head"}
+    assert {"q", "k", "v", "o", "gate", "up", "down"} == kinds.keys() - {"embedding", "head"}
+    one, other = (named(b) for b in back)
+    assert one.keys() == other.keys()
+    for path, value in one.items():
+        np.testing.assert_array_equal(value, other[path])
 
 
 def _spread(scales: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -25,6 +25,7 @@ RANKS = [
     {"quant"},
     {"moments", "resolve", "rope"},
     {"layers"},
+    {"adapters"},
     {"attention", "mlp", "hf.names"},
     {"model", "cache", "sampling", "lora", "hf.pieces"},
     {"loss", "optim"},

@@ -21,17 +21,27 @@ from conftest import (
 from safetensors.numpy import load_file
 
 from experiments.flags import parse_run
-from tpjax import lora
+from tpjax import lora, quant
 from tpjax.checkpoint import choose
-from tpjax.config import ConfigError, LoraConfig, ModelConfig, TrainConfig
+from tpjax.config import (
+    ConfigError,
+    DataConfig,
+    LoraConfig,
+    MemoryConfig,
+    MeshConfig,
+    ModelConfig,
+    TrainConfig,
+)
 from tpjax.data import place
 from tpjax.evaluate import evaluate
 from tpjax.export import export
 from tpjax.hf.model import read_model
 from tpjax.hf.names import letters_of
 from tpjax.hf.save import save
-from tpjax.inference import ModelSource
+from tpjax.inference import ModelSource, load
 from tpjax.loop import train
+from tpjax.memory.compiled import compile_for
+from tpjax.presets import preset
 from tpjax.resolve import resolve
 from tpjax.restore import Restoration
 from tpjax.resume import settings_of
@@ -115,7 +125,55 @@ def test_gradients_are_those_of_the_merged_model(mesh, model, targets):
             np.testing.assert_allclose(got, value.reshape(got.shape), atol=1e-4 * largest)
 
 
-@pytest.mark.parametrize("params", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("params", ["bf16", "int8", "nf4"])
+def test_a_coarse_base_has_the_gradients_of_its_values(params):
+    """Equal to those over a float32 base with the values that the coarse one stands for."""
+    config, exact = (adapted("fsdp=2,tensor=2", params=p) for p in (params, "fp32"))
+    state, results = trained_state(config), []
+    with jax.set_mesh(mesh_of(config)):
+        values = jax.jit(
+            lambda frozen: jax.tree.map(
+                lambda w: quant.value(w, "float32"), frozen, is_leaf=quant.is_quantised
+            )
+        )(state.frozen)
+        batch = random_batch(config, mesh_of(config))
+        for one, frozen in ((config, state.frozen), (exact, values)):
+            step = jax.jit(lambda p, f, c=one: loss_and_gradients(c, p, batch, frozen=f))
+            results.append(to_numpy(step(state.params, frozen)))
+    (loss, gradients), (wanted, of_values) = results
+    assert loss == pytest.approx(wanted, rel=1e-6)
+    for name, value in named(of_values).items():
+        found = named(gradients)[name]
+        np.testing.assert_allclose(found, value, atol=1e-5 * np.abs(value).max(), err_msg=name)
+
+
+def test_a_4_bit_base_needs_its_bytes_and_no_more():
+    """Compiled for H100: 4 bits and a bf16 scale for 32 of them, tables in int8 with float32
+    scales for 128; what else the step needs is what it needs over int8."""
+    model = preset("llama3.2-1b")
+    sizes, args = [], []
+    for params in ("int8", "nf4"):
+        config = TrainConfig(
+            model=model,
+            mesh=MeshConfig(),
+            memory=MemoryConfig(params=params, remat="full"),
+            data=DataConfig(batch_size=1, seq_len=1024),
+            lora=LoraConfig(lora_rank=16),
+        )
+        sizes.append(memory := compile_for(config).executable.memory_analysis())
+        args.append(memory.argument_size_in_bytes)
+    D, F, L, kv = model.embed_dim, model.mlp_dim, model.num_layers, 8 * 64
+    matrices = L * (2 * D * D + 2 * D * kv + 3 * D * F)
+    table = model.padded_vocab_size * D
+    adapters = L * 16 * (2 * (D + D) + 2 * (D + kv) + 3 * (D + F))
+    gains = 4 * (2 * L + 1) * D
+    rest = gains + table + table // 128 * 4 + 3 * 4 * adapters
+    assert args[0] == pytest.approx(rest + matrices * (1 + 4 / 128), rel=0.02)  # H is 64
+    assert args[1] == pytest.approx(rest + matrices * (1 / 2 + 2 / 32), rel=1e-3)
+    assert sizes[1].temp_size_in_bytes <= 1.02 * sizes[0].temp_size_in_bytes
+
+
+@pytest.mark.parametrize("params", ["fp32", "bf16", "int8", "nf4"])
 def test_a_step_changes_adapters_and_nothing_else(params):
     config = adapted("fsdp=2,tensor=2", params=params, moments="int8")
     mesh = mesh_of(config)
@@ -213,6 +271,21 @@ def adapters_of(out) -> dict[str, np.ndarray]:
     return {path: np.asarray(value) for path, value in found}
 
 
+def test_a_4_bit_model_computes_with_the_values_it_is_written_with(tmp_path, base):
+    loaded = load(ModelSource(model=str(base), tokenizer="bytes", params="nf4"), 4, 16)
+    leaves = jax.tree.leaves_with_path(loaded.params, is_leaf=quant.is_quantised)
+    values = [(leaf_name(keys), value) for keys, value in leaves]
+    assert {value.bits for _, value in values if quant.is_quantised(value)} == {4, 8}
+    save(loaded.config.model, loaded.mesh, values, tmp_path / "coarse", "fp32")
+    corpus = lora_run(tmp_path, base).data.corpus
+    losses = []
+    for folder, params in ((base, "fp32"), (base, "nf4"), (tmp_path / "coarse", "fp32")):
+        source = ModelSource(model=str(folder), tokenizer="bytes", params=params)
+        losses.append(evaluate(source, corpus, 4, 16).loss)
+    assert losses[1] == pytest.approx(losses[2], rel=1e-6)
+    assert losses[1] != losses[0]
+
+
 def test_adapters_are_written_as_peft_reads_them(tmp_path, base):
     out = train(lora_run(tmp_path, base)).out
     export(out, tmp_path / "adapters", adapters=True)
@@ -233,6 +306,7 @@ def test_adapters_are_written_as_peft_reads_them(tmp_path, base):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        ("--params nf4", "params=nf4 is too coarse for weights that are to change"),
         ("--lora-rank -1", "lora_rank=-1 must not be negative"),
         ("--lora-rank 4 --lora-targets q,x", "lora_targets='q,x' is not a choice"),
         ("--lora-rank 4 --update layerwise --remat full", "does not go with update=layerwise"),
@@ -246,3 +320,8 @@ def test_adapters_that_cannot_be_are_refused(flags, said, capsys):
     with pytest.raises((ConfigError, SystemExit)) as error:
         run_of(f"{flags} --devices 1")
     assert said in str(error.value) + capsys.readouterr().err
+
+
+def test_a_mesh_that_does_not_split_adapters_is_refused():
+    with pytest.raises(ConfigError, match="fsdp × tensor must divide the model width 32"):
+        adapted("fsdp=8,tensor=8")

@@ -19,7 +19,7 @@ from tpjax.layers import PARAMETERS
 from tpjax.moments import FACTORED_EPS, Blocks, Factored, Factors, Plain, Rates, factored_cut
 from tpjax.precision import noise, uniform
 from tpjax.presets import preset
-from tpjax.quant import Block, Int8, dequantise, quantise
+from tpjax.quant import Block, Quantised, dequantise, quantise
 from tpjax.sharding import bytes_per_device
 from tpjax.state import abstract_state
 
@@ -36,7 +36,7 @@ class LinearBlocks:
     def zeros(self, param):
         return Blocks(self.block).zeros(param)
 
-    def step(self, g, mu: Int8, nu: Int8, rates: Rates, key):
+    def step(self, g, mu: Quantised, nu: Quantised, rates: Rates, key):
         first = rates.b1 * dequantise(mu) + (1 - rates.b1) * g
         second = rates.b2 * dequantise(nu) + (1 - rates.b2) * g * g
         step = (first / rates.bias1) / (jnp.sqrt(second / rates.bias2) + rates.eps)
@@ -133,7 +133,7 @@ def test_what_is_not_zero_never_becomes_zero():
     storage = Blocks(Block(1, 16))
     g, mu, nu = start(storage, (8, 32))
     g = g.at[0].set(0)
-    mu, nu = (Int8(m.codes.at[0].set(0), m.scales) for m in (mu, nu))
+    mu, nu = (Quantised(m.codes.at[0].set(0), m.scales) for m in (mu, nu))
     step = jax.jit(storage.step)
     for number in range(50):  # decaying under gradients of nothing too
         update, mu, nu = step(g * (number < 20), mu, nu, rates(5), jax.random.key(number))
@@ -221,7 +221,9 @@ def test_factors_equal_numpy(shape, cut, block):
         spread = np.repeat(np.asarray(mu.scales), block.size, block.axis)
         assert (np.abs(np.asarray(dequantise(mu)) - first) <= 1.001 * spread).all()
         np.testing.assert_allclose(update, step, rtol=1e-5, atol=1e-5)
-        mu = Int8(jnp.ones(shape, jnp.int8), jnp.asarray(first, jnp.float32))  # as the reference
+        mu = Quantised(
+            jnp.ones(shape, jnp.int8), jnp.asarray(first, jnp.float32)
+        )  # as the reference
 
 
 def test_where_a_matrix_is_cut():

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
 from tpjax import mlp
-from tpjax.config import DataConfig, MemoryConfig, MeshConfig, ModelConfig, TrainConfig
+from tpjax.config import DataConfig, LoraConfig, MemoryConfig, MeshConfig, ModelConfig, TrainConfig
 from tpjax.memory.compiled import Compilation, compile_for
 from tpjax.memory.hlo import Program
 from tpjax.memory.names import Namer
@@ -53,6 +53,9 @@ GPT2 = dataclasses.replace(
 )
 
 
+ADAPTED = dataclasses.replace(LLAMA, lora=LoraConfig(lora_rank=8))
+
+
 def run(mesh: str, *, model: ModelConfig = LLAMA, accumulate: int = 1, **memory) -> TrainConfig:
     """A resolved run on GPUs."""
     sizes = MeshConfig.parse(mesh)
@@ -82,6 +85,8 @@ RUNS = {
     "fsdp,tensor nested": run("fsdp=2,tensor=2", remat="nested"),
     "fsdp,tensor names": run("fsdp=2,tensor=2", remat="qkv,mlp_in", offload="residuals"),
     "copied heads": run("fsdp=2,tensor=8", remat="attention"),
+    "tensor adapters": run("tensor=4", model=ADAPTED, params="nf4", remat="full"),
+    "data,fsdp,tensor adapters": run("data=2,fsdp=2,tensor=2", model=ADAPTED, params="int8"),
 }
 COPIED_TABLES = {
     "tied": run("tensor=4", embedding="replicated", accumulate=2),

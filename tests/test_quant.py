@@ -12,14 +12,16 @@ import pytest
 from conftest import TINY, TINY_GPT2, TINY_QWEN, initial_state, mesh_of, tiny_config, to_numpy
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from scipy.stats import norm
 
 from tpjax import quant
-from tpjax.layers import PARAMETERS, int8_block
+from tpjax.config import ConfigError
+from tpjax.layers import PARAMETERS, block_of
 from tpjax.memory.compiled import absent_devices, compile_lowered
 from tpjax.mesh import TENSOR, make_mesh
 from tpjax.precision import noise, uniform
 from tpjax.presets import preset, preset_names
-from tpjax.quant import Block, Int8, choose_block, dequantise, quantise
+from tpjax.quant import Block, Quantised, choose_block, dequantise, quantise
 from tpjax.resolve import _tensor_sizes
 from tpjax.sharding import weight_spec
 from tpjax.state import abstract_state, create_state
@@ -93,6 +95,49 @@ def test_stochastic_rounding_is_right_on_average(signed):
     assert abs(z.mean()) < 5 / 8  # no common tendency up or down
 
 
+@pytest.mark.parametrize("block", [Block(0, 4), Block(1, 16), Block(2, 32)])
+def test_four_bits_equal_numpy(block):
+    """The nearest of the sixteen numbers, two to a byte, by loops in float64."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((8, 16, 32)).astype(np.float32) * 10.0 ** rng.integers(-9, 9, (8, 1, 1))
+    x = x.astype(np.float32)
+    x[0] = 0
+    ours = quant.quantise4(jnp.asarray(x), block)
+    assert (ours.shape, ours.block, ours.bits) == (x.shape, block, 4)
+    assert ours.codes.dtype == jnp.uint8
+    assert ours.codes.size * 2 == x.size
+    rows, codes = (np.moveaxis(np.asarray(a), block.axis, -1) for a in (x, ours.codes))
+    scales = np.moveaxis(np.asarray(ours.scales, np.float64), block.axis, -1)
+    back = np.moveaxis(np.asarray(dequantise(ours)), block.axis, -1)
+    half = block.size // 2
+    for where in np.ndindex(*scales.shape):
+        run = rows[(*where[:-1], slice(where[-1] * block.size, (where[-1] + 1) * block.size))]
+        pairs = codes[(*where[:-1], slice(where[-1] * half, (where[-1] + 1) * half))]
+        values = back[(*where[:-1], slice(where[-1] * block.size, (where[-1] + 1) * block.size))]
+        unpacked = np.array(quant.NF4)[[*(pairs % 16), *(pairs // 16)]] * scales[where]
+        assert abs(scales[where] - np.abs(run).max()) <= 2**-8 * np.abs(run).max() + 1.2e-38
+        np.testing.assert_allclose(values, unpacked, rtol=1e-6)
+        nearest = np.abs(run[:, None] - np.array(quant.NF4) * scales[where]).min(1)
+        np.testing.assert_allclose(np.abs(values - run), nearest, atol=1e-6 * scales[where])
+
+
+def test_the_sixteen_numbers_are_quantiles_of_a_normal_distribution():
+    """As QLoRA's authors make them."""
+    most = (1 - 1 / (2 * 15) + 1 - 1 / (2 * 16)) / 2
+    above = norm.ppf(np.linspace(most, 0.5, 9)[:-1])
+    below = -norm.ppf(np.linspace(most, 0.5, 8)[:-1])
+    values = np.sort([*above, 0, *below])
+    np.testing.assert_allclose(quant.NF4, values / values.max(), atol=1e-6)
+
+
+def test_four_bits_that_are_not_finite_spoil_their_block():
+    x = np.ones((3, 8), np.float32)
+    x[1, 2], x[2, 2] = np.inf, np.nan
+    back = np.asarray(dequantise(quant.quantise4(jnp.asarray(x), Block(1, 8))))
+    np.testing.assert_array_equal(back[0], 1)
+    assert not np.isfinite(back[1:]).any()
+
+
 def test_zeros_tiny_channels_and_what_is_not_finite():
     x = np.zeros((6, 8), np.float32)
     x[1] = np.linspace(-1e-30, 1e-30, 8)
@@ -125,6 +170,10 @@ def test_the_block_by_hand():
     assert choose_block((16, 16)) == Block(1, 1)
     assert choose_block((64, 96), [1, 96]) == Block(0, 64)
     assert choose_block((2 * 131,)) == Block(0, 1)  # 131 is prime and above 128
+    assert choose_block((2048, 8192), bits=4) == Block(1, 32)
+    assert choose_block((12, 2 * 131), [1, 1], bits=4) == Block(0, 12)
+    with pytest.raises(ConfigError, match="take a multiple of 4 numbers in a row; use int8"):
+        choose_block((7, 2 * 131), bits=4)
 
 
 # Blocks of the model's parameters, from shapes alone.
@@ -141,19 +190,20 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("name", preset_names())
-def test_no_block_of_any_preset_straddles_a_shard(name):
+def test_no_block_of_any_preset_straddles_a_shard(name, bits):
     """Every tensor axis that the model allows, and every fsdp axis that divides the blocks
     of D; fsdp up to 16 is allowed where D allows it."""
     model, seen = preset(name), set()
     for parameter, row in PARAMETERS.items():
-        if not row.decays:
+        if not row.decays or (bits == 4 and row.is_table):
             continue
         shape = [model.sizes[letter] for letter in row.letters]
-        block = int8_block(model, parameter)
+        block = block_of(model, parameter, bits)
         letter = row.letters[block.axis]
         assert shape[block.axis] % block.size == 0
-        assert 1 <= block.size <= quant.BLOCK
+        assert 1 <= block.size <= quant.BLOCK[bits]
         assert not row.is_table or letter == "D"  # in one row
         blocks_of_D = model.embed_dim // block.size if letter == "D" else model.embed_dim
         for fsdp in divisors(blocks_of_D):
@@ -190,7 +240,9 @@ def test_equal_bits_on_every_mesh(mesh, model):
     state, one = made_on(mesh, model), tiny_config(model=model, params="int8", moments="int8")
     expected = to_numpy(initial_state(one, mesh_of(one)))
     jax.tree.map(np.testing.assert_array_equal, to_numpy(state), expected)
-    weights = [w for w in jax.tree.leaves(state, is_leaf=quant.is_int8) if quant.is_int8(w)]
+    weights = [
+        w for w in jax.tree.leaves(state, is_leaf=quant.is_quantised) if quant.is_quantised(w)
+    ]
     assert len(weights) > 15
     for weight in weights:
         assert weight.codes.sharding.spec == weight.scales.sharding.spec
@@ -209,7 +261,7 @@ def test_a_stored_array_means_the_same_after_resharding(mesh, model):
         with jax.set_mesh(mesh_of(config)):
             exact = jax.jit(
                 lambda p: jax.tree.map(
-                    lambda w: quant.value(w, jnp.float32), p, is_leaf=quant.is_int8
+                    lambda w: quant.value(w, jnp.float32), p, is_leaf=quant.is_quantised
                 )
             )
             values.append(to_numpy(exact(params)))
@@ -246,7 +298,7 @@ def test_quantising_in_shards_moves_nothing(mesh_text):
 
     def there_and_back(x, key):
         stored = quantise(x, Block(1, 128), uniform(noise(key, x)[0]))
-        return dequantise(Int8(stored.codes + 1, stored.scales))
+        return dequantise(Quantised(stored.codes + 1, stored.scales))
 
     with jax.set_mesh(mesh):
         lowered = jax.jit(there_and_back).lower(x, jax.eval_shape(lambda: KEY))

@@ -226,7 +226,7 @@ def test_parameters_are_converted_where_that_is_asked_for(tmp_path):
         lambda a, b: np.testing.assert_array_equal(_values(a), np.asarray(b)),
         done.params,
         again.params,
-        is_leaf=quant.is_int8,
+        is_leaf=quant.is_quantised,
     )
     second = again.opt_state["tables"]["embedding"][0].nu["embedding"]
     np.testing.assert_allclose(np.asarray(second), _values(now.nu["embedding"]) ** 2, rtol=1e-6)
@@ -234,7 +234,7 @@ def test_parameters_are_converted_where_that_is_asked_for(tmp_path):
 
 def _values(x) -> np.ndarray:
     """In NumPy, so that the conversion is not compared with itself."""
-    if not isinstance(x, quant.Int8):
+    if not isinstance(x, quant.Quantised):
         return np.asarray(x)
     codes, scales = np.asarray(x.codes, np.float32), np.asarray(x.scales)
     for axis, (n, blocks) in enumerate(zip(codes.shape, scales.shape, strict=True)):
@@ -242,7 +242,7 @@ def _values(x) -> np.ndarray:
     return codes * scales
 
 
-def _near(values, stored: quant.Int8) -> None:
+def _near(values, stored: quant.Quantised) -> None:
     """Each is at most half a step of its block away, or is kept from becoming zero."""
     scales = _values(dataclasses.replace(stored, codes=np.ones(stored.shape)))
     distance = np.abs(np.asarray(values) - _values(stored))

@@ -19,8 +19,9 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
 from tpjax import remat
+from tpjax.adapters import Adapters
 from tpjax.config import MemoryConfig, ModelConfig
-from tpjax.layers import Adapters, contract, make_weight, read, rms_norm
+from tpjax.layers import contract, make_weight, read, rms_norm
 from tpjax.mesh import TENSOR
 from tpjax.precision import DTYPES
 from tpjax.rope import rotate
@@ -56,10 +57,10 @@ class Attention(nnx.Module):
             mix: what to do with queries, keys and values instead of `attend`.
         """
         dtype = DTYPES[self.memory.compute]
-        x_BTD = reshard(x_BTD, activation_spec("BTD"))
-        q_BTNH = self._project(x_BTD, self.q, self.q_bias)
-        k_BTKH = self._project(x_BTD, self.k, self.k_bias)
-        v_BTKH = self._project(x_BTD, self.v, self.v_bias)
+        both = x_BTD, reshard(x_BTD, activation_spec("BTD"))
+        q_BTNH = self._project(both, self.q, self.q_bias)
+        k_BTKH = self._project(both, self.k, self.k_bias)
+        v_BTKH = self._project(both, self.v, self.v_bias)
         if self.q_gain is not None and self.k_gain is not None:
             # Kept as they go in: the backward pass of the norms needs them so.
             q_BTNH, k_BTKH = remat.name(q_BTNH, "qkv"), remat.name(k_BTKH, "qkv")
@@ -83,12 +84,17 @@ class Attention(nnx.Module):
             out_BTD = self.adapters.add(out_BTD, "o", y_BTNH, equations, spec=out_spec)
             return out_BTD if self.o_bias is None else out_BTD + read(self.o_bias, dtype)
 
-    def _project(self, x_BTD: Array, weight: nnx.Param, bias: nnx.Param | None) -> Array:
+    def _project(
+        self, both: tuple[Array, Array], weight: nnx.Param, bias: nnx.Param | None
+    ) -> Array:
+        """x_BTD → [B, T, heads, H], from x as it came and as it was gathered."""
+        residual_BTD, x_BTD = both
         with jax.named_scope(name := weight.get_metadata()["name"]):
             weight_DNH = copy_heads(read(weight, x_BTD.dtype, gathered=False))
             out = contract("BTD,DNH->BTNH", x_BTD, weight_DNH)
             equations = ("BTD,DA->BTA", "BTA,ANH->BTNH")
-            out = self.adapters.add(out, name, x_BTD, equations, spread=copy_heads)
+            how = {"spec": activation_spec("BTA"), "spread": copy_heads}
+            out = self.adapters.add(out, name, residual_BTD, equations, **how)
             return out if bias is None else out + copy_heads(read(bias, x_BTD.dtype))
 
 

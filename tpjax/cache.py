@@ -26,7 +26,7 @@ from tpjax import quant
 from tpjax.config import ModelConfig
 from tpjax.mesh import BATCH, TENSOR
 from tpjax.precision import DTYPES
-from tpjax.quant import Block, Int8
+from tpjax.quant import Block, Quantised
 from tpjax.sharding import activation_spec
 
 Kind: TypeAlias = Literal["fp32", "bf16", "fp16", "int8"]
@@ -38,8 +38,8 @@ _ROWS = P(BATCH)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cache:
-    """Keys and values of all layers, each [L, B, K, S, H]: arrays, or `Int8` with one scale for
-    each position and head. Heads come before slots, as matmuls want them: the other way round
+    """Keys and values of all layers, each [L, B, K, S, H]: arrays, or `Quantised` with one scale
+    for each position and head. Heads come before slots, as matmuls want them: the other way round
     XLA would make a copy of all of it."""
 
     k: Any
@@ -57,7 +57,7 @@ def abstract_cache(model: ModelConfig, mesh: Mesh, B: int, context: int, kind: K
     shape = (model.num_layers, B, K, S, model.head_dim)
     abstract: Any = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, _SPEC))
     if kind == "int8":
-        one = Int8(abstract(shape, jnp.int8), abstract((*shape[:-1], 1), jnp.float32))
+        one = Quantised(abstract(shape, jnp.int8), abstract((*shape[:-1], 1), jnp.float32))
     else:
         one = abstract(shape, DTYPES[kind])
     return Cache(one, one)
@@ -113,7 +113,7 @@ def _each(cache: Cache, k: Array, v: Array, local: Callable, *others: tuple[Arra
     )
 
     def put(all: Any, new: Array) -> Any:
-        if isinstance(all, Int8):
+        if isinstance(all, Quantised):
             stored: Any = quant.quantise(new.astype(jnp.float32), Block(3, new.shape[3]))
         else:
             stored = new.astype(all.dtype)
@@ -148,6 +148,6 @@ def attend(q_BTNH: Array, cache: Cache, layer: Array, position_B: Array) -> Arra
 def _layer(all: Any, layer: Array, dtype: Any) -> tuple[Array, Array | float]:
     """x_BKSH of one layer in `dtype`, and its scales, to go with s_BKGS."""
     take = partial(jax.lax.dynamic_index_in_dim, index=layer, axis=0, keepdims=False)
-    if not isinstance(all, Int8):
+    if not isinstance(all, Quantised):
         return take(all).astype(dtype), 1.0
     return take(all.codes).astype(dtype), jnp.swapaxes(take(all.scales), 2, 3)

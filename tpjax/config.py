@@ -81,9 +81,10 @@ class MemoryConfig:
     projection's output), full (each layer's input only), nested (the input of every group of
     layers only), or names out of attention, qkv and mlp_in, such as attention,qkv (these, and
     each layer's input)."""
-    params: Literal["fp32", "bf16", "int8"] = "fp32"
+    params: Literal["fp32", "bf16", "int8", "nf4"] = "fp32"
     """Stored parameters; bf16 and int8 (in blocks, with a scale each; vectors stay fp32) are
-    updated with stochastic rounding, without a master copy."""
+    updated with stochastic rounding, without a master copy. nf4, 4 bits in blocks (the
+    vocabulary's tables are in int8), is for weights that adapters leave as they are."""
     compute: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Matmuls and activations; auto is bf16 on a GPU and fp32 on a CPU. fp16 scales the loss, and
     leaves out a step whose gradient overflows."""

@@ -34,7 +34,7 @@ def export(
     Args:
         out: a run's folder.
         to: a new folder.
-        dtype: of the weights; auto is as the run keeps them, and bf16 for int8.
+        dtype: of the weights; auto is as the run keeps them, and bf16 for int8 and nf4.
         adapters: write those by themselves, in float32, as PEFT reads them.
 
     Raises:
@@ -44,7 +44,7 @@ def export(
     assert checkpoint is not None  # there must be one
     config = dataclasses.replace(settings_of(checkpoint), mesh=MeshConfig(), devices=1)
     kept = config.memory.params
-    dtype = ("bf16" if kept == "int8" else kept) if dtype == "auto" else dtype
+    dtype = ("bf16" if kept in ("int8", "nf4") else kept) if dtype == "auto" else dtype
     mesh = make_mesh(MeshConfig(), config.model, start_devices(1)[:1])
     notes = [*checkpoint.skipped, f"{checkpoint.path} → {to}, {dtype}"]
     try:
@@ -73,7 +73,8 @@ def export(
         return [*checkpoint.skipped, f"adapters of {checkpoint.path} → {to}"]
     if config.model.lora.targets:
         require(bool(config.model.folder), NO_BASE.format(checkpoint.path))
-        notes.append(f"adapters merged into {config.model.folder}")
-        parameters = lora.merged(config.model, dict(parameters), Weights(config, mesh).units())
+        notes.append(f"adapters merged into {config.model.folder} in {kept}, as they were trained")
+        base = Weights(config, mesh).units()
+        parameters = lora.merged(config.model, mesh, dict(parameters), base)
     save(config.model, mesh, parameters, to, dtype, tokens=tokens, beside=beside)
     return notes

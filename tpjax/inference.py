@@ -41,7 +41,7 @@ class ModelSource:
     heads allow, the rest on data."""
     devices: int = 1
     """Simulated CPU devices where no GPU is there."""
-    params: Literal["auto", "fp32", "bf16", "int8"] = "auto"
+    params: Literal["auto", "fp32", "bf16", "int8", "nf4"] = "auto"
     """How parameters are kept; auto is as the run has them, or the compute format."""
     compute: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Matmuls and activations; auto is bf16 on a GPU and fp32 on a CPU."""
@@ -131,4 +131,4 @@ def _resolved(
     shards = source.mesh.data * source.mesh.fsdp if source.mesh else len(devices)
     data = DataConfig(tokenizer=name, batch_size=-(-rows // shards) * shards, seq_len=seq_len)
     config = dataclasses.replace(run, memory=memory, data=data, mesh=source.mesh)
-    return resolve(config, num_devices=len(devices), platform=platform)
+    return resolve(config, num_devices=len(devices), platform=platform, trains=False)

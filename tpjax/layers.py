@@ -1,4 +1,4 @@
-"""What blocks are made of: weights, adapters, norms, the embedding.
+"""What blocks are made of: weights, norms, the embedding.
 
 Letters: B batch, T sequence, D model width, N query heads, K key/value heads,
 H head width, F feed-forward width, V vocabulary, L layers.
@@ -7,7 +7,6 @@ H head width, F feed-forward width, V vocabulary, L layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -107,12 +106,13 @@ def make_weight(model: ModelConfig, memory: MemoryConfig, rngs: nnx.Rngs, name: 
     shape = tuple(model.sizes[letter] for letter in row.letters)
     spec = weight_spec(row.letters, replicated_V=memory.embedding == "replicated")
 
-    def stored(value: Array) -> Array | quant.Int8:
+    def stored(value: Array) -> Array | quant.Quantised:
         if row.is_adapter:
             return value
-        if memory.params != "int8":
+        if memory.params in DTYPES:
             return value.astype(DTYPES[memory.params])
-        return quant.quantise(value, int8_block(model, name)) if row.decays else value
+        bits = 4 if memory.params == "nf4" and not row.is_table else 8
+        return in_blocks(model, name, value, bits) if row.decays else value
 
     if row.init in ("ones", "zeros"):
         value = jnp.full(shape, row.init == "ones", jnp.float32, out_sharding=spec)
@@ -124,7 +124,7 @@ def make_weight(model: ModelConfig, memory: MemoryConfig, rngs: nnx.Rngs, name: 
     }[row.init]
     parts = model.table_parts if row.letters[0] == "V" else 1
 
-    def draw(key: Array) -> Array | quant.Int8:
+    def draw(key: Array) -> Array | quant.Quantised:
         some = (shape[0] // parts, *shape[1:])
         return stored(std * jax.random.normal(key, some, jnp.float32, out_sharding=spec))
 
@@ -135,8 +135,14 @@ def make_weight(model: ModelConfig, memory: MemoryConfig, rngs: nnx.Rngs, name: 
     return nnx.Param(value, name=name)
 
 
-def int8_block(model: ModelConfig, name: str) -> quant.Block:
-    """The blocks of the matrix `name` in int8, whatever is stored so of it.
+def in_blocks(model: ModelConfig, name: str, value: Array, bits: quant.Bits) -> quant.Quantised:
+    """The matrix `name`, or rows of it, quantised."""
+    block = block_of(model, name, bits)
+    return quant.quantise(value, block) if bits == 8 else quant.quantise4(value, block)
+
+
+def block_of(model: ModelConfig, name: str, bits: quant.Bits = 8) -> quant.Block:
+    """The blocks of the matrix `name` in 8 or 4 bits, whatever is stored so of it.
 
     A block never lies in two rows of a table (V, T). `tensor` divides the heads, so that
     no allowed one cuts a block; of `fsdp` the divisors of D / block size are allowed.
@@ -144,7 +150,8 @@ def int8_block(model: ModelConfig, name: str) -> quant.Block:
     letters, sizes = PARAMETERS[name].letters, model.sizes
     shards = {"H": 1, "D": quant.MAX_SHARDS} | dict.fromkeys("NKF", sizes["N"])
     shape = [sizes[letter] for letter in letters]
-    return quant.choose_block(shape, [shards.get(letter, sizes[letter]) for letter in letters])
+    most = [shards.get(letter, sizes[letter]) for letter in letters]
+    return quant.choose_block(shape, most, bits)
 
 
 def read(weight: nnx.Param, dtype, *, gathered: bool = True) -> Array:
@@ -152,7 +159,7 @@ def read(weight: nnx.Param, dtype, *, gathered: bool = True) -> Array:
     a table that lies whole on the tensor axis each device's rows, the gradient put together.
 
     Every weight is read here, so that what travels is the smaller dtype, and one that is
-    stored in int8 needs no second model.
+    stored in 8 or 4 bits needs no second model.
     """
     letters = PARAMETERS[weight.get_metadata()["name"]].letters
     return reshard(quant.value(weight.get_value(), dtype), weight_spec(letters, gathered=gathered))
@@ -175,7 +182,8 @@ def _contract(equation: str, out_spec: P | None, stored: P, x: Array, weight: Ar
 
 
 def _contract_forward(equation: str, out_spec: P | None, stored: P, x: Array, weight: Array):
-    gathered = reshard(weight, P(*(None if axis == "fsdp" else axis for axis in stored)))
+    whole = (None if axes is None or "fsdp" in axes else axes for axes in stored)
+    gathered = reshard(weight, P(*whole))
     return jnp.einsum(equation, x, gathered, out_sharding=out_spec), (x, gathered)
 
 
@@ -197,44 +205,6 @@ def _contract_backward(equation: str, out_spec: P | None, stored: P, saved, g: A
 
 
 _contract.defvjp(_contract_forward, _contract_backward)
-
-
-class Adapters(nnx.Module):
-    """Those of some projections that have one (arXiv:2106.09685)."""
-
-    def __init__(
-        self, model: ModelConfig, memory: MemoryConfig, rngs: nnx.Rngs, names: Sequence[str]
-    ):
-        make = partial(make_weight, model, memory, rngs)
-        targets = [name for name in names if name in model.lora.targets]
-        self.weights = nnx.Dict(
-            {f"{n}_{part}": make(f"{n}_{part}") for n in targets for part in "ab"}
-        )
-        self.lora = model.lora
-
-    def add(
-        self,
-        out: Array,
-        name: str,
-        x: Array,
-        equations: tuple[str, str],
-        *,
-        spec: P | None = None,
-        spread: Callable[[Array], Array] = lambda weight: weight,
-    ) -> Array:
-        """The projection's output with what its adapter makes of its input.
-
-        Args:
-            equations: of `contract`, into the adapter and out of it.
-            spec: of what is between, where the first equation sums over a sharded dimension:
-                it is summed while it is narrow.
-            spread: of B, as key/value heads are copied.
-        """
-        if f"{name}_a" not in self.weights:
-            return out
-        a, b = (read(self.weights[f"{name}_{part}"], x.dtype, gathered=False) for part in "ab")
-        inner = contract(equations[0], x, a, spec)
-        return out + contract(equations[1], inner, spread(b)) * self.lora.scale
 
 
 class Norm(nnx.Module):

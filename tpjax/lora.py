@@ -15,19 +15,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh, reshard
+from jax.sharding import PartitionSpec as P
 
 from tpjax import quant
 from tpjax.architecture import ModelConfig
 from tpjax.checks import ConfigError, require
 from tpjax.hf.names import letters_of, table
-from tpjax.quant import Int8
+from tpjax.quant import Quantised
 
 _PREFIX = "base_model.model."  # of PEFT's names
 
 
 def merged(
-    model: ModelConfig, adapters: Mapping[str, Array], base: Iterable[tuple[str, Any]]
-) -> Iterator[tuple[str, Array | Int8]]:
+    model: ModelConfig, mesh: Mesh, adapters: Mapping[str, Any], base: Iterable[tuple[str, Any]]
+) -> Iterator[tuple[str, Array | Quantised]]:
     """`base`, path by path, with W + A B · alpha / rank in float32 where there is an adapter."""
     for path, value in base:
         name = path.rpartition(".")[2]
@@ -41,10 +43,12 @@ def merged(
 
         @jax.jit
         def add(value: Any, a: Array, b: Array, equation=equation, scale=scale) -> Array:
-            delta = jnp.einsum(equation, a, b, precision="highest") * scale
+            a, b = reshard(a, P()), reshard(b, P())
+            spec = jax.typeof(jax.tree.leaves(value)[0]).sharding.spec
+            delta = jnp.einsum(equation, a, b, precision="highest", out_sharding=spec) * scale
             return quant.value(value, jnp.float32) + delta
 
-        with jax.set_mesh(a.sharding.mesh):
+        with jax.set_mesh(mesh):
             yield path, add(value, a, b)
 
 
@@ -54,7 +58,7 @@ def adapter_path(path: str, part: str) -> str:
     return f"{parent}.adapters.weights.{name}_{part}"
 
 
-def save_adapters(model: ModelConfig, adapters: Mapping[str, Array], folder: Path) -> None:
+def save_adapters(model: ModelConfig, adapters: Mapping[str, Any], folder: Path) -> None:
     """Writes adapter_model.safetensors and adapter_config.json into a new folder.
 
     Raises:

@@ -14,8 +14,9 @@ from flax import nnx
 from jax import Array
 from jax.sharding import reshard
 
+from tpjax.adapters import Adapters
 from tpjax.config import MemoryConfig, ModelConfig
-from tpjax.layers import Adapters, contract, make_weight, read
+from tpjax.layers import contract, make_weight, read
 from tpjax.precision import DTYPES
 from tpjax.sharding import activation_spec, residual_spec
 
@@ -63,11 +64,12 @@ class MLP(nnx.Module):
             # XLA:CPU twice as long. With sequence parallelism the gradient of x would be
             # all-reduced instead of reduce-scattered.
             x = x.reshape(B * T, D)
-        h = self._project(x, self.up, self.up_bias)
+        both = (x_BTD if x.ndim == 3 else x), x
+        h = self._project(both, self.up, self.up_bias)
         h = (
             gelu(h)
             if self.gate is None
-            else h * jax.nn.silu(self._project(x, self.gate, self.gate_bias))
+            else h * jax.nn.silu(self._project(both, self.gate, self.gate_bias))
         )
         with jax.named_scope("down"):
             weight_FD = read(self.down, dtype, gathered=False)
@@ -78,10 +80,15 @@ class MLP(nnx.Module):
             out_BTD = self.adapters.add(out_BTD, "down", h_BTF, equations, spec=out_spec)
             return out_BTD if self.down_bias is None else out_BTD + read(self.down_bias, dtype)
 
-    def _project(self, x: Array, weight: nnx.Param, bias: nnx.Param | None) -> Array:
+    def _project(
+        self, both: tuple[Array, Array], weight: nnx.Param, bias: nnx.Param | None
+    ) -> Array:
+        """x → h, from x as it came, to which adapters add, and as it was gathered."""
+        residual, x = both
         with jax.named_scope(name := weight.get_metadata()["name"]):
             rows = "BT" if x.ndim == 3 else "R"
             out = contract(f"{rows}D,DF->{rows}F", x, read(weight, x.dtype, gathered=False))
             equations = (f"{rows}D,DA->{rows}A", f"{rows}A,AF->{rows}F")
-            out = self.adapters.add(out, name, x, equations)
+            spec = activation_spec("BTA") if x.ndim == 3 else None
+            out = self.adapters.add(out, name, residual, equations, spec=spec)
             return out if bias is None else out + read(bias, x.dtype)

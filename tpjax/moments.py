@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tpjax import precision, quant
-from tpjax.quant import Block, Int8
+from tpjax.quant import Block, Quantised
 
 FACTORED_EPS = 1e-30  # added to g², Adafactor's
 
@@ -65,7 +65,7 @@ class Blocks:
     def zeros(self, param: Array) -> tuple[Any, Any]:
         return quant.zeros(param, self.block), quant.zeros(param, self.block, signed=False)
 
-    def step(self, g: Array, mu: Int8, nu: Int8, rates: Rates, key: Array):
+    def step(self, g: Array, mu: Quantised, nu: Quantised, rates: Rates, key: Array):
         second = jnp.square(quant.dequantise(nu))
         step, first, second = _adam(g, quant.dequantise(mu), second, rates)
         high, low = map(precision.uniform, precision.noise(key, g))
@@ -73,11 +73,11 @@ class Blocks:
         return step, quant.quantise(first, self.block, high), stored
 
 
-def quantise_second(second: Array, block: Block, noise: Array | float) -> Int8:
+def quantise_second(second: Array, block: Block, noise: Array | float) -> Quantised:
     """Second moments as their roots in 8 bits; what is not zero does not become zero."""
     stored = quant.quantise(jnp.sqrt(second), block, noise, signed=False)
     floored = jnp.where(second > 0, jnp.maximum(stored.codes, 1), stored.codes)
-    return Int8(floored, stored.scales)
+    return Quantised(floored, stored.scales)
 
 
 class Factors(NamedTuple):
@@ -128,7 +128,7 @@ class Factored:
         rows = nu.rows / nu.rows.mean()
         return rows.reshape(rows.shape + (1,) * nu.columns.ndim) * nu.columns
 
-    def step(self, g: Array, mu: Int8, nu: Factors, rates: Rates, key: Array):
+    def step(self, g: Array, mu: Quantised, nu: Factors, rates: Rates, key: Array):
         new = self._means(jnp.square(g) + FACTORED_EPS)
         nu = jax.tree.map(lambda old, mean: rates.b2 * old + (1 - rates.b2) * mean, nu, new)
         update = g / (jnp.sqrt(self._second(nu) / rates.bias2) + rates.eps)

@@ -12,7 +12,7 @@ from jax import Array
 
 from tpjax import moments, precision, quant
 from tpjax.config import ModelConfig, OptimConfig
-from tpjax.layers import PARAMETERS, int8_block
+from tpjax.layers import PARAMETERS, block_of
 from tpjax.moments import Blocks, Factored, Plain, Rates, Storage
 
 ADAM_EPS = 1e-8
@@ -28,7 +28,7 @@ class AdamState(NamedTuple):
 
 def tree_keys(key: Array, tree) -> list[Array]:
     """A key for every leaf, from its position in the tree."""
-    count = len(jax.tree.leaves(tree, is_leaf=quant.is_int8))
+    count = len(jax.tree.leaves(tree, is_leaf=quant.is_quantised))
     return [jax.random.fold_in(key, i) for i in range(count)]
 
 
@@ -100,7 +100,7 @@ def moment_storage(model: ModelConfig, kind: str) -> Callable[[Any, Any], Storag
         row = PARAMETERS[name]
         if not row.decays:
             return Plain(precision.DTYPES["fp32"])
-        block = int8_block(model, name)
+        block = block_of(model, name)
         return Factored(block, row.is_table) if kind == "factored" else Blocks(block)
 
     return storage

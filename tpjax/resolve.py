@@ -6,10 +6,11 @@ Fills in what is automatic and checks every size that an axis has to divide.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 from tpjax.config import ConfigError, MeshConfig, ModelConfig, TrainConfig, require
-from tpjax.quant import choose_block
+from tpjax.quant import block_size
 
 MAX_LOGITS_CHUNK_BYTES = 64 * 1024**2  # of one chunk's float32 logits, per device
 
@@ -18,12 +19,15 @@ MAX_CHECKPOINT_STEPS = 1000  # between checkpoints, where nothing is said of the
 MIN_PART_TOKENS = 2048  # of a part of a layer's work: enough for matmuls to be efficient
 
 
-def resolve(config: TrainConfig, *, num_devices: int, platform: str) -> TrainConfig:
+def resolve(
+    config: TrainConfig, *, num_devices: int, platform: str, trains: bool = True
+) -> TrainConfig:
     """The same run with nothing left to decide, or a `ConfigError`.
 
     Args:
         num_devices: devices there are (or are planned for), over all processes.
         platform: "gpu" or "cpu".
+        trains: whether weights are to change.
     """
     model, memory, optim, data = config.model, config.memory, config.optim, config.data
     if memory.tie_embeddings is not None:
@@ -32,6 +36,11 @@ def resolve(config: TrainConfig, *, num_devices: int, platform: str) -> TrainCon
         model = dataclasses.replace(model, lora=config.lora)
     config = dataclasses.replace(config, model=model)
     _check_lora(config)
+    require(
+        not trains or memory.params != "nf4" or bool(model.lora.targets),
+        "params=nf4 is too coarse for weights that are to change in small steps; train adapters "
+        "beside them (--lora-rank 16), or use --params=int8.",
+    )
     mesh = config.mesh or _default_mesh(config, num_devices)
     _check_mesh(config, mesh, num_devices)
     _check_remat(config)
@@ -152,14 +161,17 @@ def _check_update(config: TrainConfig, compute: str) -> None:
 
 
 def _check_blocks(config: TrainConfig, mesh: MeshConfig) -> None:
-    """Blocks of 8-bit arrays along D stay whole on the mesh."""
+    """Blocks of quantised arrays along D stay whole on the mesh."""
     D, memory = config.model.embed_dim, config.memory
-    blocks = D // choose_block([D]).size
+    if memory.params not in ("int8", "nf4") and memory.moments not in ("int8", "factored"):
+        return
+    blocks = D // block_size(D)
+    if memory.params == "nf4":
+        blocks = math.gcd(blocks, D // block_size(D, bits=4))
     require(
-        ("int8" not in (memory.params, memory.moments) and memory.moments != "factored")
-        or blocks % mesh.fsdp == 0,
-        f"fsdp={mesh.fsdp} would cut the 8-bit blocks of the model width {D}; with int8 or "
-        f"factored state fsdp may be {', '.join(map(str, _divisors(blocks)))}.",
+        blocks % mesh.fsdp == 0,
+        f"fsdp={mesh.fsdp} would cut the quantised blocks of the model width {D}; with int8, nf4 "
+        f"or factored state fsdp may be {', '.join(map(str, _divisors(blocks)))}.",
     )
 
 
@@ -217,6 +229,11 @@ def _check_mesh(config: TrainConfig, mesh: MeshConfig, num_devices: int) -> None
     require(
         model.embed_dim % mesh.fsdp == 0,
         f"fsdp={mesh.fsdp} does not divide the model width {model.embed_dim}; use a divisor of it.",
+    )
+    require(
+        not model.lora.targets or model.embed_dim % (mesh.fsdp * mesh.tensor) == 0,
+        f"mesh {mesh} does not split adapters: fsdp × tensor must divide the model width "
+        f"{model.embed_dim}.",
     )
     shards = mesh.data * mesh.fsdp * data.accumulate
     require(

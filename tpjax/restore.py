@@ -23,7 +23,7 @@ from tpjax.checkpoint import Checkpoint
 from tpjax.config import ConfigError, TrainConfig
 from tpjax.moments import Factors
 from tpjax.precision import LossScale
-from tpjax.quant import Int8
+from tpjax.quant import Quantised
 from tpjax.state import TrainState, abstract_state, leaf_name
 
 _LOSS_SCALE = "loss_scale"
@@ -51,7 +51,7 @@ class Restoration:
         self._units = [(leaf_name(keys), unit) for keys, unit in units]
         self.notes = self._check()
 
-    def parameters(self) -> Iterator[tuple[str, Array | Int8]]:
+    def parameters(self) -> Iterator[tuple[str, Array | Quantised]]:
         """Path and array of each parameter, one after the other; nothing else is read."""
         for name, like in self._units:
             if name.startswith("params."):
@@ -110,7 +110,7 @@ class Restoration:
             )
         if "factored" in kinds or stored.shape != like.shape:
             raise self._other_model(f"its {name} is of another shape")
-        floats = [jnp.issubdtype(jnp.dtype(k), jnp.floating) or k == "int8" for k in kinds]
+        floats = [jnp.issubdtype(jnp.dtype(k), jnp.floating) or k in ("int8", "nf4") for k in kinds]
         if what is None or not all(floats):
             raise self._other_model(f"its {name} is {kinds[0]}, not {kinds[1]}")
         try:
@@ -136,7 +136,7 @@ class Restoration:
             codes, scales = there(f"{name}.codes"), there(f"{name}.scales")
             if scales is None or len(scales.shape) != len(codes.shape):
                 raise self._other_model(f"{name}.scales is not in it as {name}.codes is")
-            return Int8(codes, scales)
+            return Quantised(codes, scales)
         if f"{name}.rows" in self._stored:
             return Factors(there(f"{name}.rows"), there(f"{name}.columns"))
         return there(name)
@@ -183,7 +183,7 @@ class Restoration:
 
 def _is_unit(x: Any) -> bool:
     """A weight or a moment, in however many arrays."""
-    return isinstance(x, Int8 | Factors)
+    return isinstance(x, Quantised | Factors)
 
 
 def _suffix(keys: tuple) -> str:
@@ -203,18 +203,22 @@ def _format(unit: Any) -> dict[str, tuple]:
 def _kind(unit: Any) -> str:
     if isinstance(unit, Factors):
         return "factored"
-    return "int8" if isinstance(unit, Int8) else str(unit.dtype)
+    if isinstance(unit, Quantised):
+        return "int8" if unit.bits == 8 else "nf4"
+    return str(unit.dtype)
 
 
 def _convert(stored: Any, like: Any) -> Any:
     """A weight or a moment in the format of another; second moments in 8 bits are roots."""
-    if isinstance(stored, Int8):
+    if isinstance(stored, Quantised):
         value = quant.dequantise(stored)
         value = jnp.square(value) if stored.codes.dtype == jnp.uint8 else value
     else:
         value = stored.astype(jnp.float32)
-    if not isinstance(like, Int8):
+    if not isinstance(like, Quantised):
         return value.astype(like.dtype)
+    if like.bits == 4:
+        return quant.quantise4(value, like.block)
     if like.codes.dtype == jnp.uint8:
         return moments.quantise_second(value, like.block, 0.5)
     return quant.quantise(value, like.block)

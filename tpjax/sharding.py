@@ -1,7 +1,7 @@
 """One table: which mesh axes shard each dimension letter.
 
 Letters: B batch, T sequence, D model width, N query heads, K key/value heads,
-H head width, F feed-forward width, V vocabulary, L layers.
+H head width, F feed-forward width, V vocabulary, L layers, A adapter rank.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ def weight_spec(letters: str, *, gathered: bool = False, replicated_V: bool = Fa
 
     Vectors over D (norm gains, biases) are whole on every device: gathering
     them would cost more time than keeping them costs memory. So is, on purpose,
-    the vocabulary over the tensor axis where `replicated_V` asks for it.
+    the vocabulary over the tensor axis where `replicated_V` asks for it. An adapter's
+    width is over both axes, since nothing else of it is in shards.
     """
     whole = {"D"} if gathered or letters == "D" else set()
     whole |= {"V"} if replicated_V else set()
-    return P(*(None if letter in whole else _WEIGHT.get(letter) for letter in letters))
+    axes = _WEIGHT | ({"D": ("fsdp", *TENSOR)} if "A" in letters else {})
+    return P(*(None if letter in whole else axes.get(letter) for letter in letters))
 
 
 def activation_spec(letters: str) -> P:

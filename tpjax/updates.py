@@ -13,7 +13,7 @@ from jax import Array
 
 from tpjax import precision, quant
 from tpjax.optim import tree_keys
-from tpjax.quant import Int8
+from tpjax.quant import Quantised
 from tpjax.sharding import beside, deal, fetch, undeal
 
 _TABLES = ("embedding", "head")
@@ -41,7 +41,7 @@ class Application(NamedTuple):
 
 def exact(params):
     """Parameters as the optimiser sees them: float32, however they are stored."""
-    return jax.tree.map(lambda p: quant.value(p, jnp.float32), params, is_leaf=quant.is_int8)
+    return jax.tree.map(lambda p: quant.value(p, jnp.float32), params, is_leaf=quant.is_quantised)
 
 
 def init(optimizer: optax.GradientTransformation, params) -> dict:
@@ -166,7 +166,7 @@ def update_part(
     values = exact(params)
     optimizer = optax.with_extra_args_support(optimizer)
     updates, new_state = optimizer.update(gradients, state, values, key=update_key)
-    leaves, structure = jax.tree.flatten(params, is_leaf=quant.is_int8)
+    leaves, structure = jax.tree.flatten(params, is_leaf=quant.is_quantised)
     rows = zip(
         leaves,
         jax.tree.leaves(values),
@@ -179,9 +179,9 @@ def update_part(
     return jax.tree.map(keep, new, params), jax.tree.map(keep, new_state, state)
 
 
-def _store(old: Array | Int8, new: Array, key: Array) -> Array | Int8:
+def _store(old: Array | Quantised, new: Array, key: Array) -> Array | Quantised:
     """A new parameter (float32) kept as the old one is."""
-    if isinstance(old, Int8):
+    if isinstance(old, Quantised):
         bits, _ = precision.noise(key, new)
         return quant.quantise(new, old.block, precision.uniform(bits))
     if old.dtype == jnp.bfloat16:

@@ -21,7 +21,7 @@ from tpjax.hf.model import open_model, read_model
 from tpjax.hf.names import Stored, table
 from tpjax.hf.pieces import Parameter
 from tpjax.hf.tensors import Tensor
-from tpjax.quant import is_int8
+from tpjax.quant import is_quantised
 from tpjax.state import abstract_state, leaf_name
 
 # Buffers that some versions of transformers have saved beside the weights.
@@ -49,7 +49,7 @@ class Weights:
         self._ties = read_model(config.model.folder).tie_embeddings
         state = abstract_state(config, mesh)
         base = state.frozen or state.params  # adapters are in no such folder
-        units, self._structure = jax.tree.flatten_with_path(base, is_leaf=is_int8)
+        units, self._structure = jax.tree.flatten_with_path(base, is_leaf=is_quantised)
         self._units = {leaf_name(keys): like for keys, like in units}
         known = table(family)
         self._places = {path: known[path] for path in self._units}

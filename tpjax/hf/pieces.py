@@ -24,8 +24,8 @@ from tpjax import quant
 from tpjax.architecture import ModelConfig
 from tpjax.hf.names import Stored, letters_of
 from tpjax.hf.tensors import Index
-from tpjax.layers import int8_block
-from tpjax.quant import Int8
+from tpjax.layers import in_blocks
+from tpjax.quant import Quantised
 
 PIECE_BYTES = 16 * 2**20  # of a table's rows in float32
 
@@ -38,7 +38,7 @@ class Parameter:
     """The parameter at a path of the state, and how a file has it.
 
     Args:
-        like: its abstract array or `Int8`, stacked over layers under blocks.
+        like: its abstract array or `Quantised`, stacked over layers under blocks.
     """
 
     def __init__(self, path: str, stored: Stored, like: Any, model: ModelConfig, mesh: Mesh):
@@ -51,7 +51,7 @@ class Parameter:
         self._axes = dict(zip(self._letters, spec[self._stacked :], strict=True))
         self._sizes = dict(zip(self._letters, like.shape[self._stacked :], strict=True))
 
-    def assemble(self, tensors: Sequence[Read]) -> Array | Int8:
+    def assemble(self, tensors: Sequence[Read]) -> Array | Quantised:
         """The parameter on the mesh.
 
         Args:
@@ -64,7 +64,7 @@ class Parameter:
             return self._fill(self._row_parts, self._put_rows, lambda n: self._rows(read, n))
         return self._run(self._store)(self._layer(tensors[0]))
 
-    def write(self, value: Array | Int8, dtype: Any, tensors: Sequence[Write]) -> None:
+    def write(self, value: Array | Quantised, dtype: Any, tensors: Sequence[Write]) -> None:
         """`assemble` the other way: each shard to its place in a file, without padding; those
         that are there several times once.
 
@@ -72,11 +72,11 @@ class Parameter:
             tensors: one for each layer, or one; each writes a slice of its tensor.
         """
 
-        def load(value: Array | Int8) -> Array:
+        def load(value: Array | Quantised) -> Array:
             order = [self._letters.index(letter) for letter in self._order]
             return jnp.transpose(quant.value(value, dtype), order)
 
-        def load_layer(stack: Array | Int8, number: Array) -> Array:
+        def load_layer(stack: Array | Quantised, number: Array) -> Array:
             return load(jax.tree.map(partial(jax.lax.dynamic_index_in_dim, index=number, axis=0,
                                              keepdims=False), stack))  # fmt: skip
 
@@ -99,7 +99,7 @@ class Parameter:
         values = np.asarray(shard.data)[:count]
         write(index, values.reshape([part.stop - part.start for part in index]))
 
-    def _fill(self, count: int, put: Callable, piece: Callable[[int], Array]) -> Array | Int8:
+    def _fill(self, count: int, put: Callable, piece: Callable[[int], Array]) -> Array | Quantised:
         """All pieces put into one array, in place."""
         whole, put = self._run(self._zeros)(), self._run(put, donate_argnums=0)
         for number in range(count):  # waits, so that one piece is there at a time
@@ -116,18 +116,19 @@ class Parameter:
 
         return run
 
-    def _zeros(self) -> Array | Int8:
+    def _zeros(self) -> Array | Quantised:
         def zeros(leaf: jax.ShapeDtypeStruct) -> Array:
             spec = leaf.sharding.spec  # type: ignore[union-attr]
             return jnp.zeros(leaf.shape, leaf.dtype, out_sharding=spec)
 
         return jax.tree.map(zeros, self._like)
 
-    def _store(self, value: Array) -> Array | Int8:
+    def _store(self, value: Array) -> Array | Quantised:
         """A layer's part, or rows of a table, as the run keeps it."""
         value = jnp.transpose(value, [self._order.index(letter) for letter in self._letters])
-        if isinstance(self._like, Int8):
-            return quant.quantise(value.astype(jnp.float32), int8_block(self._model, self._name))
+        if isinstance(self._like, Quantised):
+            value = value.astype(jnp.float32)
+            return in_blocks(self._model, self._name, value, self._like.bits)
         return value.astype(self._like.dtype)
 
     def _put_layer(self, stack: Any, value: Array, number: Array) -> Any:

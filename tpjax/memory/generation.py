@@ -47,7 +47,8 @@ def report_generation(
         devices = start_devices(config.devices, config.pool)
     else:
         devices = absent_devices(gpu, (config.mesh or MeshConfig()).num_devices, nodes)
-    config = resolve(config, num_devices=len(devices), platform=devices[0].platform)
+    platform = devices[0].platform
+    config = resolve(config, num_devices=len(devices), platform=platform, trains=False)
     assert config.mesh is not None  # resolved
     mesh = make_mesh(config.mesh, config.model, devices)
     compute = config.memory.compute

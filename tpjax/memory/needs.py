@@ -5,7 +5,8 @@ before attention and feed-forward and scatters their sums after them
 (arXiv:2205.05198); fsdp gathers each weight when it is used and scatters its
 gradient (arXiv:1910.02054); data parallelism sums each gradient once. Layer by layer
 it is the same for each part that a layer's work is split into; the vocabulary's tables
-have the gradients of their rows made part by part from whole sequences.
+have the gradients of their rows made part by part from whole sequences. Beside adapters
+weights have no gradients, and what adapters move is as narrow as their rank.
 
 Letters: B rows of a device's part of the batch, T sequence, D model width,
 V vocabulary, L layers.
@@ -64,6 +65,10 @@ def _residual_elements(config: TrainConfig) -> int:
     return rows * data.seq_len * config.model.embed_dim
 
 
+def _adapts(config: TrainConfig) -> bool:
+    return bool(config.model.lora.targets)
+
+
 def _split(config: TrainConfig) -> int:
     """Parts of what is swept at once that go through a layer one after the other."""
     memory = config.memory
@@ -84,6 +89,7 @@ def _activations(config: TrainConfig) -> Iterator[Need]:
     # for the head's gradient.
     outside = {"all-reduce": 1, "reduce-scatter": 1, "all-gather": 1}
     outside["all-gather"] += memory.update == "layerwise"
+    outside["all-gather"] -= _adapts(config)
     extra = {"all-reduce": scatters, "reduce-scatter": scatters, "all-gather": gathers}
     for op in ("all-gather", "reduce-scatter") if memory.sequence_parallel else ("all-reduce",):
         yield Need(op=op, axis=axis, elements=whole // S, count=A * S * L * (4 + extra[op]))
@@ -117,6 +123,9 @@ def _weights(config: TrainConfig) -> Iterator[Need]:
         gathered, stored = (_elements(config, name, a) for a in (("tensor",), ("tensor", "fsdp")))
         if mesh.fsdp > 1:
             yield Need(op="all-gather", axis="fsdp", elements=gathered, count=parts * L * passes)
+        if _adapts(config):
+            continue
+        if mesh.fsdp > 1:
             yield Need(op="reduce-scatter", axis="fsdp", elements=gathered, count=parts * L)
         if mesh.data > 1:
             yield Need(op="all-reduce", axis="data", elements=stored, count=A * L)
@@ -135,12 +144,13 @@ def _tables(config: TrainConfig) -> Iterator[Need]:
         yield Need(op="all-gather", axis="fsdp", elements=gathered, count=A * (1 if tied else 2))
         if layerwise:
             yield Need(op="all-gather", axis="fsdp", elements=gathered // parts, count=parts)
-        count = A * 2 * parts
+        count = 0 if _adapts(config) else A * 2 * parts
         yield Need(op="reduce-scatter", axis="fsdp", elements=gathered // parts, count=count)
-    if mesh.data > 1:  # a tied table has the gradients of both
+    if mesh.data > 1 and not _adapts(config):  # a tied table has the gradients of both
         stored = _elements(config, "embedding", ("tensor", "fsdp"))
         yield Need(op="all-reduce", axis="data", elements=stored // parts, count=A * 2 * parts)
-    if mesh.tensor > 1 and config.memory.embedding == "replicated":  # each gradient, put together
+    replicated = config.memory.embedding == "replicated" and not _adapts(config)
+    if mesh.tensor > 1 and replicated:  # each gradient, put together
         whole, axis = _elements(config, "embedding", ("fsdp",)), _tensor_axis(config)
         yield Need(op="all-gather", axis=axis, elements=whole, count=A * 2)
     if config.model.rope is None:
@@ -170,14 +180,14 @@ def unneeded(config: TrainConfig, found: Sequence[Collective]) -> list[tuple[Col
     Small sums are left out. XLA may join several arrays in one collective: what is
     left of both sides is compared by its total.
     """
-    small = _small_elements(config)
+    small, narrow = _small_elements(config), _narrow_elements(config)
     left: Counter = Counter()
     for need in needed(config):
         left[need.op, need.axis, need.elements] += need.count
     extra: list[tuple[Collective, int]] = []
     for c in found:
         elements = math.prod(c.shape)
-        if c.count is None or (c.op == "all-reduce" and elements <= small):
+        if elements <= narrow or c.count is None or (c.op == "all-reduce" and elements <= small):
             continue
         covered = min(left[c.op, c.axis, elements], c.count)
         left[c.op, c.axis, elements] -= covered
@@ -203,6 +213,15 @@ def _small_elements(config: TrainConfig) -> float:
     vectors = model.num_layers * per_layer + 2 * sizes["D"]
     share = SMALL_SHARE * tokens * sizes["D"]
     return max(share, vectors + tokens // config.memory.loss_chunks)
+
+
+def _narrow_elements(config: TrainConfig) -> int:
+    """What adapters have of activations between their matrices, or all of a layer's of weights."""
+    sizes, targets = config.model.sizes, config.model.lora.targets
+    tokens = _residual_elements(config) // sizes["D"]
+    letters = [PARAMETERS[f"{name}_{part}"].letters for name in targets for part in "ab"]
+    weights = sum(math.prod(sizes[letter] for letter in one) for one in letters)
+    return max(tokens * sizes["A"], weights)
 
 
 def audit(config: TrainConfig, found: Sequence[Collective]) -> list[Finding]:

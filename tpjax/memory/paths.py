@@ -13,7 +13,7 @@ _STRUCTURE |= {"custom_vjp_call", "custom_jvp_call"}
 _BRANCH = re.compile(r"^branch_\d+_fun$")  # of lax.cond
 _WRAPPER = re.compile(r"^(\w+)\((.*)\)$")
 _MOMENTS = re.compile(r"\b(opt\w*|mu|nu|moments?|momentum|trace|velocity|exp_avg\w*)\b")
-_PARAMETERS = re.compile(r"\b(params?|parameters|weights?|model|variables|theta)\b")
+_PARAMETERS = re.compile(r"\b(params?|parameters|weights?|model|variables|theta|frozen)\b")
 _GRADIENTS = re.compile(r"\b(grads?|gradients?)\b")
 
 
