@@ -23,6 +23,7 @@ from tpjax.export import export
 from tpjax.hf.model import read_model
 from tpjax.inference import Loaded, ModelSource, load
 from tpjax.loop import train
+from tpjax.presets import preset
 from tpjax.restore import Restoration
 from tpjax.resume import settings_of
 from tpjax.sampling import Sampling
@@ -239,3 +240,13 @@ def test_gpt2_answers_too(tmp_path):
     prompt = [prompt_tokens(loaded.tokenizer, "ab", chat=False)]
     answers = Answers(loaded, prompt, max_tokens=4, cache="int8", sampling=Sampling())
     assert len(list(answers.stream(0))) == 5
+
+
+def test_no_row_is_filled_up_where_all_devices_can_be_on_tensor(run_folder):
+    loaded = load(ModelSource(out=str(run_folder), devices=8), rows=1, seq_len=1)
+    assert (loaded.config.mesh, loaded.config.data.batch_size) == (MeshConfig(tensor=8), 1)
+
+
+def test_a_folder_named_from_here_is_found_from_elsewhere(exported, monkeypatch):
+    monkeypatch.chdir(exported.parent)
+    assert preset(exported.name).folder == str(exported)

@@ -22,7 +22,7 @@ from tpjax.mesh import TENSOR, make_mesh
 from tpjax.precision import noise, uniform
 from tpjax.presets import preset, preset_names
 from tpjax.quant import Block, Quantised, choose_block, dequantise, quantise
-from tpjax.resolve import _tensor_sizes
+from tpjax.resolve import tensor_sizes
 from tpjax.sharding import weight_spec
 from tpjax.state import abstract_state, create_state
 
@@ -207,14 +207,14 @@ def test_no_block_of_any_preset_straddles_a_shard(name, bits):
         assert not row.is_table or letter == "D"  # in one row
         blocks_of_D = model.embed_dim // block.size if letter == "D" else model.embed_dim
         for fsdp in divisors(blocks_of_D):
-            for tensor in _tensor_sizes(model):
+            for tensor in tensor_sizes(model):
                 copies = max(1, tensor // model.num_kv_heads)
                 axes = {"fsdp": fsdp, "tensor": tensor // copies, "kv_copy": copies}
                 shards = shards_of(row.letters, axes)
                 assert shape[block.axis] % (shards[block.axis] * block.size) == 0
                 seen.add((letter, fsdp, tensor))
         assert all(blocks_of_D % f == 0 for f in divisors(math.gcd(16, model.embed_dim)))
-    assert len({tensor for _, _, tensor in seen}) == len(_tensor_sizes(model)) > 1
+    assert len({tensor for _, _, tensor in seen}) == len(tensor_sizes(model)) > 1
 
 
 def shards_of_state(config):

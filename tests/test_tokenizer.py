@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import struct
 import sys
 from pathlib import Path
 
@@ -616,6 +617,17 @@ def test_an_unusable_gguf_ends_in_one_line(tmp_path, changes, message):
         FileTokenizer(path)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_gguf_that_says_it_is_larger_than_it_is(tmp_path):
+    """One setting, an array of 2⁶⁰ bytes, of which there are eight."""
+    path = tmp_path / "m.gguf"
+    key = b"general.architecture"
+    counts = struct.pack("<4sIQQ", b"GGUF", 3, 0, 1)
+    array = struct.pack("<IIQ", 9, 0, 2**60)
+    path.write_bytes(counts + struct.pack("<Q", len(key)) + key + array + b"\1" * 8)
+    with pytest.raises(ConfigError, match=r"m\.gguf is not a whole GGUF file \(it is cut short"):
+        FileTokenizer(path)
 
 
 def test_what_is_no_gguf(tmp_path, monkeypatch):

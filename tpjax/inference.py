@@ -17,7 +17,7 @@ from tpjax.folder import CHECKPOINTS
 from tpjax.hf.load import Weights
 from tpjax.mesh import make_mesh, start_devices
 from tpjax.presets import preset
-from tpjax.resolve import resolve
+from tpjax.resolve import resolve, tensor_sizes
 from tpjax.restore import Restoration
 from tpjax.resume import settings_of
 from tpjax.state import abstract_state, joined
@@ -128,7 +128,11 @@ def _resolved(
         tie_embeddings=run.model.tie_embeddings,
     )
     name = run.data.tokenizer if source.tokenizer == "auto" else source.tokenizer
-    shards = source.mesh.data * source.mesh.fsdp if source.mesh else len(devices)
+    mesh = source.mesh
+    if mesh is None:  # as few rows are filled up as can be
+        tensor = max(t for t in tensor_sizes(run.model) if len(devices) % t == 0)
+        mesh = MeshConfig(data=len(devices) // tensor, tensor=tensor)
+    shards = mesh.data * mesh.fsdp
     data = DataConfig(tokenizer=name, batch_size=-(-rows // shards) * shards, seq_len=seq_len)
-    config = dataclasses.replace(run, memory=memory, data=data, mesh=source.mesh)
+    config = dataclasses.replace(run, memory=memory, data=data, mesh=mesh)
     return resolve(config, num_devices=len(devices), platform=platform, trains=False)

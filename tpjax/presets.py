@@ -169,7 +169,7 @@ def preset(name: str) -> ModelConfig:
     except OSError as error:
         raise ConfigError(f"model {shown(name)} cannot be read: {error.strerror}.") from error
     if there:
-        return read_model(name)
+        return read_model(str(Path(name).absolute()))  # a run may go on from anywhere
     raise ConfigError(f"model {name!r} is not a preset or a path.{nearest(name, _MODELS)}")
 
 

@@ -184,7 +184,7 @@ def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def _tensor_sizes(model: ModelConfig) -> list[int]:
+def tensor_sizes(model: ModelConfig) -> list[int]:
     """Tensor axes that split N, F and V evenly, and K evenly or by whole copies."""
     return [
         t
@@ -198,7 +198,7 @@ def _default_mesh(config: TrainConfig, num_devices: int) -> MeshConfig:
     data = config.data
     sizes = [
         tensor
-        for tensor in _tensor_sizes(config.model)
+        for tensor in tensor_sizes(config.model)
         if not _splits_sequence(config) or data.seq_len % tensor == 0
     ]
     for tensor in reversed(sizes):
@@ -221,7 +221,7 @@ def _check_mesh(config: TrainConfig, mesh: MeshConfig, num_devices: int) -> None
         f"{mesh.num_devices}).",
     )
     require(
-        mesh.tensor in (sizes := _tensor_sizes(model)),
+        mesh.tensor in (sizes := tensor_sizes(model)),
         f"tensor={mesh.tensor} does not split {model.name} ({model.num_heads} heads, "
         f"{model.num_kv_heads} key/value heads, feed-forward {model.mlp_dim}); "
         f"tensor may be {', '.join(map(str, sizes))}.",

@@ -51,8 +51,18 @@ def open_gguf(path: Path) -> Any:
         import gguf
     except ImportError as error:
         raise ConfigError(f'{path} needs the package gguf: pip install "tpjax[gguf]".') from error
+
+    class Reader(gguf.GGUFReader):
+        """Believes no count that the file is too short for: it would go on for ever."""
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, *args, **kwargs) -> np.ndarray:
+            found = super()._get(offset, dtype, count, *args, **kwargs)
+            if len(found) != int(count):
+                raise ValueError("it is cut short")
+            return found
+
     try:
-        return gguf.GGUFReader(path)
+        return Reader(path)
     except Exception as error:  # whatever an untrusted file makes the package raise
         raise ConfigError(
             f"{path} is not a whole GGUF file ({shown(str(error))}); fetch it again."
