@@ -10,7 +10,7 @@ import pytest
 from conftest import TINY, initial_state, mesh_of, tiny_config
 from test_hf_weights import units, written
 
-from tpjax.config import ConfigError, ModelConfig, RopeConfig
+from tpjax.config import ConfigError, LoraConfig, ModelConfig, RopeConfig
 from tpjax.generate import Decoding, Generator
 from tpjax.hf.families import write_config
 from tpjax.hf.model import read_model
@@ -126,7 +126,7 @@ def test_an_export_says_what_the_model_is_and_not_what_its_old_folder_says_by_no
     model = read_model(str(folder))
     params = units(initial_state(tiny_config(), mesh_of(tiny_config())).params)
 
-    def exported(name: str) -> dict:
+    def exported(name: str, model: ModelConfig = model) -> dict:
         tokens = {"eos_token_id": 5, "bos_token_id": None}
         save(model, mesh_of(tiny_config()), params, tmp_path / name, "fp32", tokens=tokens)
         return json.loads((tmp_path / name / "config.json").read_text())
@@ -135,6 +135,8 @@ def test_an_export_says_what_the_model_is_and_not_what_its_old_folder_says_by_no
     (folder / "config.json").write_text(json.dumps(settings))
     same = exported("same")
     assert (same["our_note"], same["eos_token_id"]) == (1, 7)
+    adapted = dataclasses.replace(model, lora=LoraConfig(lora_rank=2))
+    assert exported("adapted", adapted) == same
     (folder / "config.json").write_text(json.dumps(settings | {"rope_theta": 777.0}))
     made = exported("edited")
     assert (made["rope_theta"], made["eos_token_id"], made["bos_token_id"]) == (10_000, 5, None)

@@ -117,7 +117,8 @@ def _describes(source: Path, model: ModelConfig) -> bool:
         found = read_model(model.folder)
     except ConfigError:
         return False
-    return replace(found, name=model.name, tie_embeddings=model.tie_embeddings) == model
+    ours = {"name": model.name, "tie_embeddings": model.tie_embeddings, "lora": model.lora}
+    return replace(found, **ours) == model
 
 
 def _tensors(model: ModelConfig, family: Family) -> Iterator[tuple[str, tuple[int, ...]]]:
