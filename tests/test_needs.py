@@ -99,6 +99,12 @@ def test_a_step_moves_nothing_unneeded(name):
     assert unneeded(RUNS[name], compiled(RUNS[name]).collectives) == []
 
 
+def test_weights_beside_adapters_need_no_sums():
+    """They are gathered, and the residual stream moves; no gradient of theirs does."""
+    found = {(n.op, n.axis) for n in needed(RUNS["data,fsdp,tensor adapters"]) if n.count}
+    assert found == {("all-gather", "fsdp"), ("all-gather", "tensor"), ("reduce-scatter", "tensor")}
+
+
 def test_needs_by_hand():
     """data=2, fsdp=2, tensor=2, two parts of the batch: one row of 512 tokens a device."""
     config = run("data=2,fsdp=2,tensor=2", model=UNTIED, remat="dots", accumulate=2)
