@@ -14,12 +14,13 @@ from conftest import TINY, TINY_GPT2, TINY_QWEN, mesh_of, tiny_config
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters import partial_eval
 
-from tpjax.config import KEPT, DataConfig, MemoryConfig, ModelConfig, TrainConfig
+from tpjax.config import KEPT, DataConfig, LoraConfig, MemoryConfig, ModelConfig, TrainConfig
 from tpjax.flops import model_flops, repeated_flops, step_flops
 from tpjax.presets import preset
 from tpjax.state import abstract_batch, abstract_state
 from tpjax.step import loss_and_gradients
 
+ADAPTED = dataclasses.replace(TINY, name="adapted", lora=LoraConfig(lora_rank=3))
 TOKENS, T = 2 * 64, 64
 # nano: 4 layers of D 128, 8 heads of 16, 4 key/value heads, F 384; 257 tied embeddings.
 PROJECTIONS = 4 * (128 * 16 * (8 + 2 * 4) + 8 * 16 * 128 + 3 * 128 * 384)
@@ -52,6 +53,21 @@ def test_what_a_policy_repeats_is_added(remat, again):
     assert step_flops(config) - model_flops(config) == pytest.approx(TOKENS * 2 * again)
 
 
+def test_frozen_weights_have_two_passes_and_adapters_three():
+    """By the dots of the program; attention, counted otherwise there, is in both thrice."""
+    for targets in ("all", "q,down"):
+        lora = LoraConfig(lora_rank=3, lora_targets=targets)
+        model = dataclasses.replace(TINY, num_layers=4, lora=lora, vocab_size=128)
+        config = tiny_config(model=model)
+        frozen = model_flops(config) - attention_flops(config)
+        assert dots_of_step(model, "none")["projections"] == frozen
+
+
+def attention_flops(config: TrainConfig) -> float:
+    model, tokens = config.model, config.data.batch_size * config.data.seq_len
+    return 3 * 2 * tokens * model.num_layers * model.num_heads * model.head_dim * 2 * 16
+
+
 def all_policies() -> list[str]:
     names = [",".join(some) for n in (1, 2, 3) for some in itertools.combinations(KEPT, n)]
     return ["none", "dots", "full", "nested", *names]
@@ -76,9 +92,11 @@ def dots_of_step(model: ModelConfig, remat: str) -> Counter:
     """Of loss and gradient, without what nobody reads."""
     config = tiny_config(model=dataclasses.replace(model, num_layers=4), remat=remat)
     mesh = mesh_of(config)
-    params, batch = abstract_state(config, mesh).params, abstract_batch(config, mesh, 8)
+    state, batch = abstract_state(config, mesh), abstract_batch(config, mesh, 8)
     with jax.set_mesh(mesh):
-        traced = jax.make_jaxpr(lambda p, b: loss_and_gradients(config, p, b))(params, batch)
+        traced = jax.make_jaxpr(
+            lambda s, b: loss_and_gradients(config, s.params, b, frozen=s.frozen)
+        )(state, batch)
     jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
     return dots(jaxpr)
 
@@ -86,7 +104,7 @@ def dots_of_step(model: ModelConfig, remat: str) -> Counter:
 @pytest.mark.parametrize("remat", all_policies())
 @pytest.mark.parametrize(
     "model",
-    [TINY, TINY_GPT2, dataclasses.replace(TINY_QWEN, sliding_window=None)],
+    [TINY, TINY_GPT2, dataclasses.replace(TINY_QWEN, sliding_window=None), ADAPTED],
     ids=lambda model: model.name,
 )
 def test_what_a_policy_repeats_is_in_the_program(model, remat):

@@ -6,14 +6,23 @@ H head width, F feed-forward width, V vocabulary, L layers.
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
+
 from tpjax.config import TrainConfig
+from tpjax.layers import PARAMETERS
 from tpjax.remat import repeated
 
 
 def model_flops(config: TrainConfig) -> float:
     """Of the forward and the backward pass, nothing computed twice: what utilisation is
-    measured by (arXiv:2204.02311, appendix B). A causal half of the attention's scores."""
-    return 3 * (sum(_parts(config).values()) + _head(config))
+    measured by (arXiv:2204.02311, appendix B). A causal half of the attention's scores. Weights
+    beside adapters are there for two passes out of three: they have no gradients."""
+    parts = _parts(config)
+    forward = sum(parts.values()) + _head(config)
+    if not config.model.lora.targets:
+        return 3 * forward
+    return 2 * forward + parts["attention"] + sum(_adapters(config).values())
 
 
 def repeated_flops(config: TrainConfig) -> float:
@@ -21,6 +30,9 @@ def repeated_flops(config: TrainConfig) -> float:
     logits, which the layer-by-layer update makes again for the head's gradient."""
     times = repeated(config.memory)
     layers = sum(times[part] * flops for part, flops in _parts(config).items())
+    if config.memory.remat not in ("none", "dots"):  # what goes into the second matrix, always
+        narrow = _adapters(config, "a")
+        layers += sum(narrow[part] for part in narrow if part == "down" or not times[part])
     return layers + (_head(config) if config.memory.update == "layerwise" else 0)
 
 
@@ -41,6 +53,11 @@ def _head(config: TrainConfig) -> float:
 def _parts(config: TrainConfig) -> dict[str, float]:
     """Of the parts of all layers (as `remat.repeated` names them), forward: two operations per
     token and weight, and the attention's scores and their products with the values."""
+    adapters = _adapters(config)
+    return {part: flops + adapters[part] for part, flops in _of_weights(config).items()}
+
+
+def _of_weights(config: TrainConfig) -> dict[str, float]:
     D, N, K, H, F, L = (config.model.sizes[letter] for letter in "DNKHFL")
     per_weight = 2 * _tokens(config) * L
     return {
@@ -50,6 +67,17 @@ def _parts(config: TrainConfig) -> dict[str, float]:
         "up": per_weight * D * F * (2 if config.model.mlp == "swiglu" else 1),
         "down": per_weight * D * F,
     }
+
+
+def _adapters(config: TrainConfig, sides: str = "ab") -> dict[str, float]:
+    """Of the matrices A and B of adapters, forward, by the part they belong to."""
+    sizes, found = config.model.sizes, defaultdict[str, float](float)
+    for name in config.model.lora.targets:
+        part = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "up"}.get(name, name)
+        for side in sides:
+            weights = math.prod(sizes[letter] for letter in PARAMETERS[f"{name}_{side}"].letters)
+            found[part] += 2 * _tokens(config) * config.model.num_layers * weights
+    return found
 
 
 def _seen(config: TrainConfig) -> float:
