@@ -114,7 +114,7 @@ def test_initial_weights_are_the_same_bits_on_every_mesh(mesh, params):
 
 def test_tables_drawn_in_parts_are_the_same_bits_on_every_mesh(monkeypatch):
     monkeypatch.setattr(architecture, "TABLE_PART_BYTES", 128 * 32 * 4 // 4)
-    monkeypatch.setattr(quant, "BLOCK", 4)
+    monkeypatch.setitem(quant.BLOCK, 8, 4)
     assert TINY.table_parts == 4
     for params in ("fp32", "int8"):
         found = [
