@@ -47,6 +47,9 @@ def summary(result: Result) -> Table:
         "text": f"{' '.join(config.data.corpus)}, tokenizer {config.data.tokenizer}",
         "compilation": f"{result.compile_seconds:.1f} s",
     }
+    if (lora := config.model.lora).targets:
+        beside = "all projections" if lora.lora_targets == "all" else lora.lora_targets
+        rows["adapters"] = f"rank {lora.lora_rank}, alpha {lora.lora_alpha:g}, beside {beside}"
     if memory.pool is not None:
         rows["pool"] = memory.pool
     if result.out is not None:

@@ -21,6 +21,7 @@ from conftest import (
 from safetensors.numpy import load_file
 
 from experiments.flags import parse_run
+from experiments.summary import summary
 from tpjax import lora, quant
 from tpjax.checkpoint import choose
 from tpjax.config import (
@@ -234,6 +235,8 @@ def test_a_run_saves_adapters_only_goes_on_and_is_exported_merged(tmp_path, base
     run = lora_run(tmp_path, base)
     whole = train(run)
     assert whole.out is not None
+    said = dict(zip(*(list(column.cells) for column in summary(whole).columns), strict=True))
+    assert said["adapters"] == "rank 3, alpha 6, beside all projections"
     kept = sum(f.stat().st_size for f in whole.checkpoint.rglob("*") if f.is_file())
     assert kept < (base / "model.safetensors").stat().st_size
     # Five and one steps, and the second start on another mesh's devices.

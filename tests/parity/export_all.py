@@ -59,7 +59,7 @@ def export_adapted(case: Path, folder: Path) -> None:
         value = rng.normal(0, 0.2, like.shape).astype(np.float32)
         adapters[leaf_name(keys)] = jax.device_put(value, like.sharding)
     lora.save_adapters(config.model, adapters, folder / f"{case.name}.adapters")
-    merged = lora.merged(config.model, adapters, weights.units())
+    merged = lora.merged(config.model, mesh, adapters, weights.units())
     save(config.model, mesh, merged, folder / f"{case.name}.merged", "fp32")
 
 
