@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal, get_args
 
 import jax
 import numpy as np
@@ -43,12 +44,14 @@ from tpjax.resolve import resolve
 from tpjax.sharding import bytes_per_device
 from tpjax.state import abstract_state, leaf_name
 
+Params = Literal["fp32", "bf16", "int8"]
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--mesh", default="tensor=3")
-    parser.add_argument("--params", default="int8")
+    parser.add_argument("--params", default="int8", choices=get_args(Params))
     parser.add_argument("--json", default="")
     parser.add_argument("--folder", type=Path, help="measures this one, as JSON")
     args = parser.parse_args()
@@ -91,14 +94,14 @@ def write_random(model: ModelConfig, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(write_config(model)))
 
 
-def measure(folder: Path, mesh_name: str, params: str) -> dict:
+def measure(folder: Path, mesh_name: str, params: Params) -> dict:
     """Bytes of the folder, of the parameters and of the largest tensor; bytes beside and seconds
     of an import, and of writing a folder from the parameters."""
     sizes = MeshConfig.parse(mesh_name)
     devices = start_devices(sizes.num_devices)
     run = dataclasses.replace(preset_run("nano"), model=read_model(str(folder)), mesh=sizes)
     data = dataclasses.replace(run.data, batch_size=8 * sizes.num_devices)
-    memory = MemoryConfig(params=params, sequence_parallel=False)  # type: ignore
+    memory = MemoryConfig(params=params, sequence_parallel=False)
     run = dataclasses.replace(run, data=data, memory=memory)
     config = resolve(run, num_devices=len(devices), platform="cpu")
     mesh = make_mesh(sizes, config.model, devices)

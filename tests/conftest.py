@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from tpjax.checkpoint import choose
 from tpjax.config import (
     DataConfig,
     MemoryConfig,
@@ -34,6 +35,8 @@ from tpjax.data import place
 from tpjax.mesh import make_mesh
 from tpjax.optim import AdamState
 from tpjax.resolve import resolve
+from tpjax.restore import Restoration
+from tpjax.resume import settings_of
 from tpjax.state import Batch, TrainState, abstract_state, create_state
 from tpjax.step import lower_eval_step, lower_train_step
 
@@ -189,3 +192,12 @@ def _jax():
     """Tests compile what they test, on eight devices whichever test comes first."""
     jax.config.update("jax_enable_compilation_cache", False)
     assert len(jax.devices()) == 8
+
+
+def params_of(out) -> dict[str, np.ndarray]:
+    """Of the newest checkpoint, as the run wrote them."""
+    checkpoint = choose(out / "checkpoints", "must")
+    assert checkpoint is not None
+    config = settings_of(checkpoint)
+    found = Restoration(checkpoint, config, mesh_of(config)).parameters()
+    return {path: np.asarray(value) for path, value in found}

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import reference
-from conftest import TINY, TINY_GPT2, initial_state, mesh_of, tiny_config, tiny_run
+from conftest import TINY, TINY_GPT2, initial_state, mesh_of, params_of, tiny_config, tiny_run
 from safetensors.numpy import load_file
 
 from experiments import evaluate as evaluate_program
@@ -24,7 +24,6 @@ from tpjax.hf.model import read_model
 from tpjax.inference import Loaded, ModelSource, load
 from tpjax.loop import train
 from tpjax.presets import preset
-from tpjax.restore import Restoration
 from tpjax.resume import settings_of
 from tpjax.sampling import Sampling
 from tpjax.tokenizer import ByteTokenizer
@@ -44,15 +43,6 @@ def exported(run_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("export") / "model"
     export(run_folder, folder)
     return folder
-
-
-def params_of(out) -> dict[str, np.ndarray]:
-    """Of the newest checkpoint, as the run wrote them."""
-    checkpoint = choose(out / "checkpoints", "must")
-    assert checkpoint is not None
-    config = settings_of(checkpoint)
-    found = Restoration(checkpoint, config, mesh_of(config)).parameters()
-    return {path: np.asarray(value) for path, value in found}
 
 
 def test_settings_of_a_run_come_back(run_folder):

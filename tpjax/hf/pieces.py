@@ -117,9 +117,8 @@ class Parameter:
         return run
 
     def _zeros(self) -> Array | Quantised:
-        def zeros(leaf: jax.ShapeDtypeStruct) -> Array:
-            spec = leaf.sharding.spec  # type: ignore[union-attr]
-            return jnp.zeros(leaf.shape, leaf.dtype, out_sharding=spec)
+        def zeros(leaf: Any) -> Array:
+            return jnp.zeros(leaf.shape, leaf.dtype, out_sharding=leaf.sharding.spec)
 
         return jax.tree.map(zeros, self._like)
 
