@@ -12,6 +12,7 @@ from conftest import (
     TINY,
     TINY_GPT2,
     mesh_of,
+    params_of,
     random_batch,
     random_rows,
     tiny_config,
@@ -23,7 +24,6 @@ from safetensors.numpy import load_file
 from experiments.flags import parse_run
 from experiments.summary import summary
 from tpjax import lora, quant
-from tpjax.checkpoint import choose
 from tpjax.config import (
     ConfigError,
     DataConfig,
@@ -41,15 +41,15 @@ from tpjax.hf.names import letters_of
 from tpjax.hf.save import save
 from tpjax.inference import ModelSource, load
 from tpjax.loop import train
+from tpjax.memory.advice import _changes
 from tpjax.memory.compiled import compile_for
 from tpjax.presets import preset
 from tpjax.resolve import resolve
-from tpjax.restore import Restoration
-from tpjax.resume import settings_of
 from tpjax.state import create_state, leaf_name
 from tpjax.step import loss_and_gradients, lower_train_step
 
 LORA = LoraConfig(lora_rank=3, lora_alpha=6.0)
+INT8 = tiny_config("tensor=2", params="int8")
 
 
 def adapted(mesh: str, model: ModelConfig = TINY, targets: str = "all", **memory) -> TrainConfig:
@@ -80,6 +80,7 @@ def trained_state(config: TrainConfig):
         ("tensor=8", TINY, "q,k,v"),
         ("data=2,fsdp=2,tensor=2", TINY, "all"),
         ("fsdp=2,tensor=4", TINY_GPT2, "v,o,up,down"),
+        ("tensor=2", TINY_GPT2, "all"),
     ],
     ids=str,
 )
@@ -97,10 +98,12 @@ def test_gradients_are_those_of_the_merged_model(mesh, model, targets):
     plain = tiny_config(model=model)
     adapters = {path: np.asarray(x) for path, x in named(state.params).items()}
     base = named(to_numpy(state.frozen))
+    wanted = [path for path in base if path.rpartition(".")[2] in config.model.adapted]
+    assert adapters.keys() == {lora.adapter_path(path, part) for path in wanted for part in "ab"}
     merged, scale = dict(base), config.model.lora.scale
     for path, w in base.items():
         name = path.rpartition(".")[2]
-        if name in config.model.lora.targets:
+        if name in config.model.adapted:
             a, b = (adapters[lora.adapter_path(path, part)] for part in "ab")
             flat = np.einsum("lia,lao->lio", a.reshape(len(a), -1, 3), b.reshape(len(b), 3, -1))
             merged[path] = w + scale * flat.reshape(w.shape)
@@ -114,7 +117,7 @@ def test_gradients_are_those_of_the_merged_model(mesh, model, targets):
     of_weights, found = named(to_numpy(of_weights)), named(to_numpy(gradients))
     assert found.keys() == adapters.keys()
     for path in base:
-        if path.rpartition(".")[2] not in config.model.lora.targets:
+        if path.rpartition(".")[2] not in config.model.adapted:
             continue
         a, b = (adapters[lora.adapter_path(path, part)] for part in "ab")
         dw = of_weights[path].reshape(len(a), a[0].size // 3, -1)
@@ -152,7 +155,7 @@ def test_a_4_bit_base_needs_its_bytes_and_no_more():
     """Compiled for H100: 4 bits and a bf16 scale for 32 of them, tables in int8 with float32
     scales for 128; what else the step needs is what it needs over int8."""
     model = preset("llama3.2-1b")
-    sizes, args = [], []
+    sizes, args, held = [], [], []
     for params in ("int8", "nf4"):
         config = TrainConfig(
             model=model,
@@ -161,7 +164,10 @@ def test_a_4_bit_base_needs_its_bytes_and_no_more():
             data=DataConfig(batch_size=1, seq_len=1024),
             lora=LoraConfig(lora_rank=16),
         )
-        sizes.append(memory := compile_for(config).executable.memory_analysis())
+        compilation = compile_for(config)
+        lines = compilation.ledger.lines
+        held.append(sum(line.bytes for line in lines if line.kind == "parameters"))
+        sizes.append(memory := compilation.executable.memory_analysis())
         args.append(memory.argument_size_in_bytes)
     D, F, L, kv = model.embed_dim, model.mlp_dim, model.num_layers, 8 * 64
     matrices = L * (2 * D * D + 2 * D * kv + 3 * D * F)
@@ -171,6 +177,8 @@ def test_a_4_bit_base_needs_its_bytes_and_no_more():
     rest = gains + table + table // 128 * 4 + 3 * 4 * adapters
     assert args[0] == pytest.approx(rest + matrices * (1 + 4 / 128), rel=0.02)  # H is 64
     assert args[1] == pytest.approx(rest + matrices * (1 / 2 + 2 / 32), rel=1e-3)
+    # The frozen ones count as parameters; beside them there are an adapter's two moments.
+    assert held[1] == pytest.approx(args[1] - 2 * 4 * adapters, rel=1e-3)
     assert sizes[1].temp_size_in_bytes <= 1.02 * sizes[0].temp_size_in_bytes
 
 
@@ -195,6 +203,11 @@ def test_a_step_changes_adapters_and_nothing_else(params):
     assert float(metrics["grad_norm"]) > 0
     moments = {leaf_name(k) for k, x in jax.tree.leaves_with_path(state.opt_state) if x.size > 1}
     assert all("adapters" in name or "count" in name or "step" in name for name in moments)
+
+
+def test_four_bits_are_advised_beside_adapters_alone():
+    for config, advised in ((adapted("tensor=2", params="int8"), True), (INT8, False)):
+        assert ("--params=nf4" in [flags for flags, _ in _changes(config)]) == advised
 
 
 def test_a_fresh_adapter_changes_nothing():
@@ -244,7 +257,7 @@ def test_a_run_saves_adapters_only_goes_on_and_is_exported_merged(tmp_path, base
     stopped = dataclasses.replace(halves.recovery, stop_after=5)
     assert train(dataclasses.replace(halves, recovery=stopped)).steps == 5
     train(halves)
-    adapters = [adapters_of(tmp_path / name) for name in ("run", "halves")]
+    adapters = [params_of(tmp_path / name) for name in ("run", "halves")]
     for path, value in adapters[0].items():
         np.testing.assert_array_equal(value, adapters[1][path])
     export(whole.out, tmp_path / "merged")
@@ -264,14 +277,6 @@ def test_a_run_saves_adapters_only_goes_on_and_is_exported_merged(tmp_path, base
         found = evaluate(source, run.data.corpus, 4, 16)
         texts.append(found.loss)
     assert texts[0] == pytest.approx(texts[1], rel=1e-5)
-
-
-def adapters_of(out) -> dict[str, np.ndarray]:
-    checkpoint = choose(out / "checkpoints", "must")
-    assert checkpoint is not None
-    config = settings_of(checkpoint)
-    found = Restoration(checkpoint, config, mesh_of(config)).parameters()
-    return {path: np.asarray(value) for path, value in found}
 
 
 def test_a_4_bit_model_computes_with_the_values_it_is_written_with(tmp_path, base):
@@ -299,7 +304,7 @@ def test_adapters_are_written_as_peft_reads_them(tmp_path, base):
         f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")
     )
     assert len(found) == 2 * 2 * 7
-    weights = adapters_of(out)
+    weights = params_of(out)
     prefix = "base_model.model.model.layers.1.self_attn.q_proj"
     a, b = (weights[f"blocks.attention.adapters.weights.q_{part}"][1] for part in "ab")
     np.testing.assert_array_equal(found[f"{prefix}.lora_A.weight"], a.T)

@@ -86,6 +86,9 @@ RUNS = {
     "fsdp,tensor names": run("fsdp=2,tensor=2", remat="qkv,mlp_in", offload="residuals"),
     "copied heads": run("fsdp=2,tensor=8", remat="attention"),
     "tensor adapters": run("tensor=4", model=ADAPTED, params="nf4", remat="full"),
+    "fsdp adapters gpt2": run(
+        "fsdp=4", model=dataclasses.replace(GPT2, lora=ADAPTED.lora), params="bf16", remat="full"
+    ),
     "data,fsdp,tensor adapters": run("data=2,fsdp=2,tensor=2", model=ADAPTED, params="int8"),
 }
 COPIED_TABLES = {
@@ -101,7 +104,7 @@ def test_a_step_moves_nothing_unneeded(name):
 
 def test_weights_beside_adapters_need_no_sums():
     """They are gathered, and the residual stream moves; no gradient of theirs does."""
-    found = {(n.op, n.axis) for n in needed(RUNS["data,fsdp,tensor adapters"]) if n.count}
+    found = {(n.op, n.axis) for n in needed(RUNS["data,fsdp,tensor adapters"])}
     assert found == {("all-gather", "fsdp"), ("all-gather", "tensor"), ("reduce-scatter", "tensor")}
 
 

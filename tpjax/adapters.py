@@ -26,7 +26,7 @@ class Adapters(nnx.Module):
         self, model: ModelConfig, memory: MemoryConfig, rngs: nnx.Rngs, names: Sequence[str]
     ):
         make = partial(make_weight, model, memory, rngs)
-        targets = [name for name in names if name in model.lora.targets]
+        targets = [name for name in names if name in model.adapted]
         self.weights = nnx.Dict(
             {f"{n}_{part}": make(f"{n}_{part}") for n in targets for part in "ab"}
         )

@@ -187,6 +187,11 @@ class ModelConfig:
         raise AssertionError("some multiple has a divisor of any size")
 
     @property
+    def adapted(self) -> frozenset[str]:
+        """The projections that have an adapter, of those that there are."""
+        return self.lora.targets - (frozenset() if self.mlp == "swiglu" else {"gate"})
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Letter → size, for the letters a model has by itself; T is its longest sequence."""
         return {

@@ -68,10 +68,10 @@ def export(
     require(not to.exists(), f"{to} is there already; name a new folder.")
     parameters = Restoration(checkpoint, config, mesh).parameters()
     if adapters:
-        require(bool(config.model.lora.targets), f"{checkpoint.path} has no adapters.")
+        require(bool(config.model.adapted), f"{checkpoint.path} has no adapters.")
         lora.save_adapters(config.model, dict(parameters), to)
         return [*checkpoint.skipped, f"adapters of {checkpoint.path} → {to}"]
-    if config.model.lora.targets:
+    if config.model.adapted:
         require(bool(config.model.folder), NO_BASE.format(checkpoint.path))
         notes.append(f"adapters merged into {config.model.folder} in {kept}, as they were trained")
         base = Weights(config, mesh).units()

@@ -20,7 +20,7 @@ def model_flops(config: TrainConfig) -> float:
     beside adapters are there for two passes out of three: they have no gradients."""
     parts = _parts(config)
     forward = sum(parts.values()) + _head(config)
-    if not config.model.lora.targets:
+    if not config.model.adapted:
         return 3 * forward
     return 2 * forward + parts["attention"] + sum(_adapters(config).values())
 
@@ -72,7 +72,7 @@ def _of_weights(config: TrainConfig) -> dict[str, float]:
 def _adapters(config: TrainConfig, sides: str = "ab") -> dict[str, float]:
     """Of the matrices A and B of adapters, forward, by the part they belong to."""
     sizes, found = config.model.sizes, defaultdict[str, float](float)
-    for name in config.model.lora.targets:
+    for name in config.model.adapted:
         part = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "up"}.get(name, name)
         for side in sides:
             weights = math.prod(sizes[letter] for letter in PARAMETERS[f"{name}_{side}"].letters)

@@ -101,7 +101,7 @@ def load(source: ModelSource, rows: int, seq_len: int) -> Loaded:
     structure = jax.tree.structure(abstract_state(config, mesh).params)
     units = [value for _, value in restoration.parameters()]
     params = jax.tree.unflatten(structure, jax.tree.leaves(units))
-    if config.model.lora.targets:
+    if config.model.adapted:
         require(bool(config.model.folder), NO_BASE.format(checkpoint.path))
         params = joined(params, Weights(config, mesh).params())
     notes = [*checkpoint.skipped, f"parameters of {checkpoint.path}", *restoration.notes]

@@ -48,7 +48,7 @@ class Row:
 _GAIN, _SHIFT = Row("D", "ones", decays=False), Row("D", "zeros", decays=False)
 
 
-def _bias(letters: str) -> Row:
+def _zeros(letters: str) -> Row:
     return Row(letters, "zeros", decays=False)
 
 
@@ -66,18 +66,18 @@ PARAMETERS = {
     "k": Row("DKH"),
     "v": Row("DKH"),
     "o": Row("NHD", "residual"),
-    "q_bias": _bias("NH"),
-    "k_bias": _bias("KH"),
-    "v_bias": _bias("KH"),
-    "o_bias": _bias("D"),
+    "q_bias": _zeros("NH"),
+    "k_bias": _zeros("KH"),
+    "v_bias": _zeros("KH"),
+    "o_bias": _zeros("D"),
     "q_gain": Row("H", "ones", decays=False),
     "k_gain": Row("H", "ones", decays=False),
     "gate": Row("DF"),
     "up": Row("DF"),
     "down": Row("FD", "residual"),
-    "gate_bias": _bias("F"),
-    "up_bias": _bias("F"),
-    "down_bias": _bias("D"),
+    "gate_bias": _zeros("F"),
+    "up_bias": _zeros("F"),
+    "down_bias": _zeros("D"),
     "q_a": _adapter_in("DA"),
     "k_a": _adapter_in("DA"),
     "v_a": _adapter_in("DA"),
@@ -85,13 +85,13 @@ PARAMETERS = {
     "gate_a": _adapter_in("DA"),
     "up_a": _adapter_in("DA"),
     "down_a": _adapter_in("FA"),
-    "q_b": _bias("ANH"),
-    "k_b": _bias("AKH"),
-    "v_b": _bias("AKH"),
-    "o_b": _bias("AD"),
-    "gate_b": _bias("AF"),
-    "up_b": _bias("AF"),
-    "down_b": _bias("AD"),
+    "q_b": _zeros("ANH"),
+    "k_b": _zeros("AKH"),
+    "v_b": _zeros("AKH"),
+    "o_b": _zeros("AD"),
+    "gate_b": _zeros("AF"),
+    "up_b": _zeros("AF"),
+    "down_b": _zeros("AD"),
 }
 
 

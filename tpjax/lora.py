@@ -33,7 +33,7 @@ def merged(
     """`base`, path by path, with W + A B · alpha / rank in float32 where there is an adapter."""
     for path, value in base:
         name = path.rpartition(".")[2]
-        if name not in model.lora.targets:
+        if name not in model.adapted:
             yield path, value
             continue
         a, b = (adapters[adapter_path(path, part)] for part in "ab")
@@ -72,26 +72,23 @@ def save_adapters(model: ModelConfig, adapters: Mapping[str, Any], folder: Path)
         f"{model.name} keeps q, k and v in one tensor, for which PEFT has no adapters of their "
         "own; export it merged.",
     )
-    tensors, modules = {}, set()
+    tensors, modules, rank = {}, set(), model.lora.lora_rank
     for path, stored in table("llama").items():
         name = path.rpartition(".")[2]
-        if name not in model.lora.targets:
+        if name not in model.adapted:
             continue
         modules.add(stored.name.rsplit(".", 2)[1])
-        for part, peft in (("a", "lora_A"), ("b", "lora_B")):
+        # [in, A] and [A, out], each turned around as torch has it.
+        for part, peft, shape in (("a", "lora_A", (-1, rank)), ("b", "lora_B", (rank, -1))):
             stack = np.asarray(adapters[adapter_path(path, part)], np.float32)
             for layer, weight in enumerate(stack):
                 tensor = stored.name.format(layer).replace(".weight", f".{peft}.weight")
-                # [in, A] and [A, out], each turned around as torch has it.
-                flat = weight.reshape(-1, model.lora.lora_rank) if part == "a" else weight.reshape(
-                    model.lora.lora_rank, -1
-                )  # fmt: skip
-                tensors[_PREFIX + tensor] = np.ascontiguousarray(flat.T)
+                tensors[_PREFIX + tensor] = np.ascontiguousarray(weight.reshape(shape).T)
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": model.folder,
-        "r": model.lora.lora_rank,
+        "r": rank,
         "lora_alpha": model.lora.lora_alpha,
         "target_modules": sorted(modules),
         "lora_dropout": 0.0,

@@ -37,7 +37,7 @@ def resolve(
     config = dataclasses.replace(config, model=model)
     _check_lora(config)
     require(
-        not trains or memory.params != "nf4" or bool(model.lora.targets),
+        not trains or memory.params != "nf4" or bool(model.adapted),
         "params=nf4 is too coarse for weights that are to change in small steps; train adapters "
         "beside them (--lora-rank 16), or use --params=int8.",
     )
@@ -123,7 +123,7 @@ def _check_lora(config: TrainConfig) -> None:
         f"lora_targets={lora.lora_targets}: {model.name} has no gate.",
     )
     require(
-        not lora.targets or config.memory.update == "whole",
+        not model.adapted or config.memory.update == "whole",
         "lora_rank does not go with update=layerwise: adapters are so small that their gradients "
         "may well be there together; use --update=whole.",
     )
@@ -231,7 +231,7 @@ def _check_mesh(config: TrainConfig, mesh: MeshConfig, num_devices: int) -> None
         f"fsdp={mesh.fsdp} does not divide the model width {model.embed_dim}; use a divisor of it.",
     )
     require(
-        not model.lora.targets or model.embed_dim % (mesh.fsdp * mesh.tensor) == 0,
+        not model.adapted or model.embed_dim % (mesh.fsdp * mesh.tensor) == 0,
         f"mesh {mesh} does not split adapters: fsdp × tensor must divide the model width "
         f"{model.embed_dim}.",
     )

@@ -84,7 +84,7 @@ class Run:
         if self.restoration is None:
             return self._new_state()
         state = self.restoration.state()
-        if not self.config.model.lora.targets:
+        if not self.config.model.adapted:
             return state
         return dataclasses.replace(state, frozen=self._new_state().frozen)
 
@@ -129,7 +129,7 @@ def prepare(config: TrainConfig, folder: RunFolder) -> Run:
     progress = Progress()
     if checkpoint is None and (folder.path / METRICS).exists():
         notes.append(f"no checkpoint in {folder.checkpoints}: the run begins again")
-    if config.model.folder and (checkpoint is None or config.model.lora.targets):
+    if config.model.folder and (checkpoint is None or config.model.adapted):
         weights = Weights(config, mesh)
         notes += [f"weights of {config.model.folder}", *weights.notes]
     if checkpoint is not None:

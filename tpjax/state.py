@@ -93,7 +93,7 @@ def joined(params: dict, frozen: dict) -> dict:
 
 def _parted(model: ModelConfig, params: dict) -> tuple[dict, dict]:
     """What is trained, and what is not."""
-    if not model.lora.targets:
+    if not model.adapted:
         return params, {}
     trained, frozen = {}, {}
     for name, value in params.items():
@@ -201,7 +201,7 @@ def create_state(config: TrainConfig, mesh: Mesh) -> TrainState:
 def state_with(config: TrainConfig, mesh: Mesh, base: dict) -> TrainState:
     """A new state around a model's parameters, which are there already; nothing of them is
     copied. With adapters they are what is frozen."""
-    adapts, abstract = bool(config.model.lora.targets), abstract_state(config, mesh)
+    adapts, abstract = bool(config.model.adapted), abstract_state(config, mesh)
 
     def beside(params: dict) -> TrainState:
         if adapts:

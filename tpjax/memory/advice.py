@@ -66,7 +66,7 @@ def _changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
         yield "--params=bf16 --moments=int8", with_memory(params="bf16", moments="int8")
     elif memory.params == "bf16":
         yield "--params=int8", with_memory(params="int8")
-    elif memory.params == "int8" and config.model.lora.targets:
+    elif memory.params == "int8" and config.model.adapted:
         yield "--params=nf4", with_memory(params="nf4")
     if memory.moments in ("fp32", "bf16"):
         yield "--moments=int8", with_memory(moments="int8")

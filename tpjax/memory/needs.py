@@ -66,7 +66,7 @@ def _residual_elements(config: TrainConfig) -> int:
 
 
 def _adapts(config: TrainConfig) -> bool:
-    return bool(config.model.lora.targets)
+    return bool(config.model.adapted)
 
 
 def _split(config: TrainConfig) -> int:
@@ -140,21 +140,23 @@ def _tables(config: TrainConfig) -> Iterator[Need]:
     assert mesh is not None
     gathered, tied = _elements(config, "embedding", ("tensor",)), config.model.tie_embeddings
     parts = config.model.table_parts if layerwise else 1
+    if config.model.rope is None:
+        yield from _positions(config)
     if mesh.fsdp > 1:
         yield Need(op="all-gather", axis="fsdp", elements=gathered, count=A * (1 if tied else 2))
         if layerwise:
             yield Need(op="all-gather", axis="fsdp", elements=gathered // parts, count=parts)
-        count = 0 if _adapts(config) else A * 2 * parts
+    if _adapts(config):
+        return
+    if mesh.fsdp > 1:
+        count = A * 2 * parts
         yield Need(op="reduce-scatter", axis="fsdp", elements=gathered // parts, count=count)
-    if mesh.data > 1 and not _adapts(config):  # a tied table has the gradients of both
+    if mesh.data > 1:  # a tied table has the gradients of both
         stored = _elements(config, "embedding", ("tensor", "fsdp"))
         yield Need(op="all-reduce", axis="data", elements=stored // parts, count=A * 2 * parts)
-    replicated = config.memory.embedding == "replicated" and not _adapts(config)
-    if mesh.tensor > 1 and replicated:  # each gradient, put together
+    if mesh.tensor > 1 and config.memory.embedding == "replicated":  # each gradient, put together
         whole, axis = _elements(config, "embedding", ("fsdp",)), _tensor_axis(config)
         yield Need(op="all-gather", axis=axis, elements=whole, count=A * 2)
-    if config.model.rope is None:
-        yield from _positions(config)
 
 
 def _positions(config: TrainConfig) -> Iterator[Need]:
@@ -166,6 +168,9 @@ def _positions(config: TrainConfig) -> Iterator[Need]:
     summed = [",".join(axis for axis in ("data", "fsdp") if getattr(mesh, axis) > 1)]
     if mesh.fsdp > 1:
         yield Need(op="all-gather", axis="fsdp", elements=whole, count=A)
+    if _adapts(config):
+        return
+    if mesh.fsdp > 1:
         yield Need(op="reduce-scatter", axis="fsdp", elements=whole, count=A)
         summed += ["data"] if mesh.data > 1 else []
     if config.memory.sequence_parallel:
@@ -217,7 +222,7 @@ def _small_elements(config: TrainConfig) -> float:
 
 def _narrow_elements(config: TrainConfig) -> int:
     """What adapters have of activations between their matrices, or all of a layer's of weights."""
-    sizes, targets = config.model.sizes, config.model.lora.targets
+    sizes, targets = config.model.sizes, config.model.adapted
     tokens = _residual_elements(config) // sizes["D"]
     letters = [PARAMETERS[f"{name}_{part}"].letters for name in targets for part in "ab"]
     weights = sum(math.prod(sizes[letter] for letter in one) for one in letters)
