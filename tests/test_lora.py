@@ -45,7 +45,7 @@ from tpjax.memory.advice import _changes
 from tpjax.memory.compiled import compile_for
 from tpjax.presets import preset
 from tpjax.resolve import resolve
-from tpjax.state import create_state, leaf_name
+from tpjax.state import abstract_state, create_state, leaf_name
 from tpjax.step import loss_and_gradients, lower_train_step
 
 LORA = LoraConfig(lora_rank=3, lora_alpha=6.0)
@@ -333,3 +333,31 @@ def test_adapters_that_cannot_be_are_refused(flags, said, capsys):
 def test_a_mesh_that_does_not_split_adapters_is_refused():
     with pytest.raises(ConfigError, match="fsdp × tensor must divide the model width 32"):
         adapted("fsdp=8,tensor=8")
+
+
+def test_an_adapter_is_in_shards_over_both_axes():
+    """But for its rank: of its width each of four devices has a quarter, or half of the heads."""
+    params = abstract_state(adapted("fsdp=2,tensor=2"), mesh_of(adapted("fsdp=2,tensor=2"))).params
+    shapes = {
+        path.rpartition(".")[2]: leaf.sharding.shard_shape(leaf.shape)
+        for path, leaf in named(params).items()
+    }
+    assert (shapes["q_a"], shapes["q_b"]) == ((2, 8, 3), (2, 3, 4, 8))
+    assert (shapes["down_a"], shapes["down_b"]) == ((2, 32, 3), (2, 3, 8))
+
+
+def test_blocks_of_4_bits_that_a_mesh_would_cut_are_refused():
+    """2560 / 80 are 32 blocks of 8 bits, 2560 / 32 are 80 of 4."""
+
+    def resolved(params: str) -> TrainConfig:
+        run = TrainConfig(
+            model=dataclasses.replace(TINY, embed_dim=2560, lora=LORA),
+            mesh=MeshConfig(fsdp=32),
+            memory=MemoryConfig(params=params),
+            data=DataConfig(batch_size=32, seq_len=32),
+        )
+        return resolve(run, num_devices=32, platform="cpu")
+
+    assert resolved("int8").memory.params == "int8"
+    with pytest.raises(ConfigError, match=r"fsdp=32 would cut .* fsdp may be 1, 2, 4, 8, 16\."):
+        resolved("nf4")
